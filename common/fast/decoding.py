@@ -45,7 +45,8 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
     def step(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past_key_values: "RowCache"
     ) -> torch.Tensor:
-        x, mask = decoder.embed_tokens(input_ids[:, 0]), attention_mask[:, None, None].bool()  # (b, H), (b, 1, 1, L)
+        x = decoder.embed_tokens(input_ids[:, 0])  # (b, H)
+        mask = None if attention_mask.all() else attention_mask[:, None, None].bool()  # (b, 1, 1, L)
         rotation = cos[position_ids[:, 0]], sin[position_ids[:, 0]]  # (b, 1, d)
         for layer, cache in zip(layers, past_key_values.layers, strict=True):
             x = x + layer.attend(layer.norm(x), rotation, mask, cache)
@@ -83,7 +84,7 @@ class _Layer(NamedTuple):
         inputs = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         return cls(inputs[0], *projections, *norms, attention.o_proj.forward, attention, inputs[1], *functions)
 
-    def attend(self, x: torch.Tensor, rotation: tuple, mask: torch.Tensor, cache) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, rotation: tuple, mask: torch.Tensor | None, cache) -> torch.Tensor:
         size = rotation[0].shape[-1]
         q, k, v = (product(x).view(len(x), -1, size) for product in (self.q, self.k, self.v))  # (b, h or k, d) each
         if self.norm_of_q is not None:

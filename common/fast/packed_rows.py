@@ -58,9 +58,9 @@ def hidden_states(
     row = lay_out(sequences, action_mask, share_prompts=attention != FLASH)
     if attention == FLASH:
         borders = _flash_borders(row.segments, device)
-    else:  # a mask of four dimensions is passed on as it is: transformers need not make one
+    else:  # a mask of four dimensions is passed on as it is; NaN shows attention that uses it instead of the segments
         segments = (_block_mask if attention == FLEX else _buckets)(row.segments, device)
-        borders = {"segments": segments, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
+        borders = {"segments": segments, "attention_mask": torch.full((1, 1, 1, 1), torch.nan, device=device)}
     ids, positions = (torch.tensor([values], device=device) for values in (row.ids, row.positions))
     hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False, **borders).last_hidden_state[0]  # (L, H)
     places, flat = torch.tensor(row.places, device=device), torch.tensor(row.flat, device=device)
@@ -177,7 +177,7 @@ def _within(window: int, bucket: Bucket, positions: torch.Tensor) -> torch.Tenso
     """The bucket's mask for a layer whose tokens see only those less than `window` before them."""
     distance = positions[bucket.queries][:, None, :, None] - positions[bucket.keys][:, None, None, :]  # (b, 1, C, K)
     is_near = distance < window
-    return is_near & (distance >= 0) if bucket.mask is None else is_near & bucket.mask
+    return is_near.tril() if bucket.mask is None else is_near & bucket.mask  # padding has position 0: go by columns
 
 
 def _block_mask(segments: list[Segment], device: torch.device) -> object:

@@ -143,6 +143,13 @@ def _check_training(config: PolicyConfig) -> None:
             f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round its "
             "changes away: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
+    if getattr(config, "keep_best", None):
+        steps = getattr(config, "steps", math.inf) if getattr(config, "epochs", None) is None else math.inf
+        if not 0 < config.eval_every <= steps:
+            raise UserError(
+                f"--keep-best compares evaluations, and --eval-every {config.eval_every} makes none during training: "
+                "give a number from 1 to --steps"
+            )
     if getattr(config, "steps_ahead", 0) and config.epochs is not None:
         raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
     if getattr(config, "tools", None) and not config.tool:

@@ -21,6 +21,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
+from harness.models.loading import check_computation
 from harness.processes.accelerator import prepare
 
 VOCAB = 24
@@ -238,7 +239,8 @@ def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, is
 
 # Rows that are packed, and prompts that several of them share --------------------------------------------------------
 
-PROMPTS = ([3, 4], [5, 6, 7, 8, 9], [10], [3, 4, 11, 12])  # one is a prefix of another, one is a single token
+# One is a prefix of another, one is a single token, and two have different lengths in one bucket
+PROMPTS = ([3, 4], [5, 6, 7, 8, 9, 13], [10], [3, 4, 11, 12, 14])
 GROUP_SIZE = 3
 
 
@@ -259,14 +261,14 @@ def batch(policy):
     return experience
 
 
-def make_model(name: str):
-    """A random model: llama, qwen2 (with biases), qwen3 (normalises q and k) or mistral (sees only four tokens)."""
+def make_model(name: str, initializer_range: float = 0.3):
+    """A random model: llama, qwen2 (with biases), qwen3 (normalises q and k), mistral (sees only four tokens), ..."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3, eos_token_id=2,
-        tie_word_embeddings=False, **({"sliding_window": 4} if name == "mistral" else {}),
+        name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, eos_token_id=2, tie_word_embeddings=False,
+        initializer_range=initializer_range, **({"sliding_window": 4} if name == "mistral" else {}),
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
@@ -289,6 +291,15 @@ def test_rows_are_padded_where_attention_is_eager(batch):
     policy = Policy(model, None, [2], pad_id=0)
     assert policy.packing is None
     assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
+
+
+def test_rows_are_padded_where_attention_ignores_the_borders(capsys):
+    """StableLM's attention is none of transformers' functions; with such weights, bfloat16 could hide its error."""
+    policy = Policy(make_model("stablelm", initializer_range=0.02), None, [2], pad_id=0, compute_dtype=torch.bfloat16)
+    assert policy.packing == "sdpa"
+    check_computation(policy)
+    assert policy.packing is None
+    assert "rows are padded, not packed: the attention of StableLmForCausalLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -320,11 +331,9 @@ def test_flash_attention_gets_the_borders_of_complete_rows(batch):
     assert [start for start, position in enumerate(row.positions) if position == 0] == starts[:-1]
     assert starts[-1] == len(row.ids)
     assert borders["max_length_q"] == max(after - before for before, after in pairwise(starts))
-    model = make_model("llama").eval()
-    ids, positions = torch.tensor([row.ids]), torch.tensor([row.positions])
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, row.places]
-    plain = model(batch.sequences, use_cache=False).logits[:, :-1].flatten(0, 1)[row.flat]
-    assert_close(packed, plain)
+    decoder = make_model("llama").eval().model
+    packed, flat = packed_rows.hidden_states(decoder, batch.sequences, batch.action_mask, packed_rows.FLASH)
+    assert_close(packed, decoder(batch.sequences, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)[flat])
 
 
 def test_a_row_does_not_depend_on_its_neighbours(policy, batch):

@@ -199,6 +199,14 @@ def test_a_token_without_probability_is_never_drawn(top_p):
     assert _draw(logits[:1], 1.0, 1.0, edges[-1:])[0].item() == 3
 
 
+@pytest.mark.parametrize("logit", [0.0, float("nan")])
+def test_every_draw_is_in_the_vocabulary(logit):
+    """Also where float32 rounds the uniform number to 1, and where the weights have diverged."""
+    logits = torch.full((1, 70), logit)
+    logits[:, 3:] -= float("inf")
+    assert 0 <= _draw(logits, 1.0, 1.0, torch.tensor([1.0]))[0].item() < (3 if logit == 0 else 70)
+
+
 def test_draws_from_a_large_vocabulary_are_exact():
     """In float32 the boundaries between 128,256 tokens would be wrong by some percent of a token's share."""
     logits = torch.randn(128_256, generator=torch.Generator().manual_seed(0))
@@ -211,29 +219,44 @@ def test_draws_from_a_large_vocabulary_are_exact():
     assert _draw(logits.expand(2, -1), 1.0, 1.0, edges)[0].tolist() == [5000, 128_255 - 5000]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "a hook"])
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+STEPS = {  # the model, its settings, and whether `decoding_step` knows it
+    "llama": ("llama", {}, True),
+    "qwen2": ("qwen2", {}, True),
+    "qwen3": ("qwen3", {}, True),
+    "mistral": ("mistral", {"sliding_window": 4}, False),
+    "a window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, False),
+    "angles that depend on the length": ("llama", {"max_position_embeddings": 8, "rope_parameters": DYNAMIC}, False),
+    "a hook": ("llama", {}, False),
+    "bfloat16": ("llama", {}, False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
 def test_a_decoding_step_is_the_model_bit_for_bit(monkeypatch, name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kind, settings, is_known = STEPS[name]
+    shape = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        name if name != "a hook" else "llama", **shape, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3,
-        head_dim=8, eos_token_id=END, **({"sliding_window": 4} if name == "mistral" else {}),
+        kind, **shape, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3, head_dim=8, eos_token_id=END,
+        **settings,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for weight in model.parameters():
         if weight.dim() == 1:  # biases and norms
             torch.nn.init.normal_(weight, mean=1.0, std=0.1)
-    policy, calls = Policy(model, None, [END], pad_id=0), []
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    policy, calls = Policy(model, None, [END], pad_id=0, compute_dtype=dtype), []
     if name == "a hook":
         model.model.norm.register_forward_hook(lambda *_: None)
     monkeypatch.setattr(model, "forward", lambda _real=model.forward, **inputs: calls.append(1) or _real(**inputs))
-    rows = sample(policy, PROMPTS, 3, max_new_tokens=20, key=(0, 0))
-    is_known = name in ("llama", "qwen2", "qwen3")
-    assert (len(calls) == 1) == is_known  # the prompts are run by the model itself
+    batches = PROMPTS, PROMPTS[:1]  # one prompt has no padding, and then attention has no mask
+    rows = [sample(policy, prompts, 3, max_new_tokens=20, key=(0, 0)) for prompts in batches]
+    assert (len(calls) == len(batches)) == is_known  # the prompts are run by the model itself
     monkeypatch.setattr("common.sampling.decoding_step", lambda *_: None)
-    assert sample(policy, PROMPTS, 3, max_new_tokens=20, key=(0, 0)) == rows
+    assert [sample(policy, prompts, 3, max_new_tokens=20, key=(0, 0)) for prompts in batches] == rows
 
 
 @pytest.mark.parametrize(("num_parts", "generation_batch_size"), [(3, None), (3, 6), (5, 12)])
