@@ -2,8 +2,8 @@
 
     python benchmarks/takeaways.py
 
-Runs of GRPO with 128 completions a step are those of benchmarks/algorithms.py, and those of SmolLM2 of
-benchmarks/smollm2.py. The others are in benchmarks/results/takeaways/.
+The GRPO runs with 128 completions a step come from benchmarks/algorithms.py, the SmolLM2 runs from
+benchmarks/smollm2.py. The other runs are in benchmarks/results/takeaways/.
 """
 
 from collections.abc import Sequence
