@@ -31,7 +31,11 @@ class Bucket(NamedTuple):
     queries: torch.Tensor  # (b, C) positions in the packed row; padding at the end
     keys: torch.Tensor  # (b, K) the same for the tokens that they see
     mask: torch.Tensor | None  # (b, 1, C, K) which query sees which key; None: causal
-    is_token: torch.Tensor  # (b, C) false on padding
+
+
+class Buckets(NamedTuple):
+    buckets: list[Bucket]
+    places: torch.Tensor  # (L,) of each token of the packed row among the queries of all buckets, end to end
 
 
 class PackedRow(NamedTuple):
@@ -118,7 +122,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    segments: list[Bucket] | object | None = None,
+    segments: Buckets | object | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention, of (1, heads, L, size) within segments, and of (B, heads, T, size) without any."""
@@ -128,21 +132,32 @@ def attend(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.get("sliding_window")
-    if not isinstance(segments, list):
+    if not isinstance(segments, Buckets):
         if window is not None:
             raise ValueError("the block mask knows no sliding window")
         return flex_attention_forward(module, query, key, value, segments, **kwargs)
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (L, heads, size)
-    outputs = torch.empty_like(query, dtype=value.dtype)  # q and k can be float32 where v is bfloat16
-    for bucket in segments:
-        parts = (query[bucket.queries], key[bucket.keys], value[bucket.keys])  # (b, C or K, heads, size)
+    buckets, places = segments
+    queries, keys = [bucket.queries for bucket in buckets], [bucket.keys for bucket in buckets]
+    states_of_buckets = _take(query, queries), _take(key, keys), _take(value, keys)
+    outputs = []
+    for bucket, *states in zip(buckets, *states_of_buckets, strict=True):
         mask = bucket.mask if window is None else _within(window, bucket, kwargs["position_ids"][0])
-        found, _ = sdpa_attention_forward(module, *(part.transpose(1, 2) for part in parts), mask, **kwargs)
-        outputs[bucket.queries[bucket.is_token]] = found[bucket.is_token]  # of (b, C, heads, size)
-    return outputs[None], None
+        found, _ = sdpa_attention_forward(module, *states, mask, **kwargs)  # (b, C, heads, size)
+        outputs.append(found.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, places)[None], None
 
 
-def _buckets(segments: list[Segment], device: torch.device) -> list[Bucket]:
+def _take(states: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of (1, heads, L, size), the tokens at the positions (b, C) of each part: (b, heads, C, size).
+
+    All parts at once: each selection has a gradient of the size of the complete row.
+    """
+    taken = states[0].transpose(0, 1).index_select(0, torch.cat([part.flatten() for part in parts]))
+    pieces = taken.split([part.numel() for part in parts])
+    return [piece.unflatten(0, part.shape).transpose(1, 2) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _buckets(segments: list[Segment], device: torch.device) -> Buckets:
     """The segments in buckets: lengths, and lengths with the prompt, between the same powers of two."""
     groups: dict[tuple[int, ...], list[Segment]] = {}
     for segment in segments:
@@ -158,19 +173,23 @@ def _buckets(segments: list[Segment], device: torch.device) -> list[Bucket]:
         )
         return torch.where(column < length, start + column, 0), column < length  # (b, C), (b, C)
 
-    buckets = []
+    buckets, is_token = [], []
     for group in groups.values():
-        queries, is_token = positions(group)
+        queries, is_query = positions(group)
+        is_token.append(is_query.flatten())
         if group[0].prompt is None:
-            buckets.append(Bucket(queries, queries, None, is_token))
+            buckets.append(Bucket(queries, queries, None))
             continue
         prompt, is_prompt = positions([segment.prompt for segment in group])
         rows, size = queries.shape
         is_prompt = is_prompt[:, None, None].expand(rows, 1, size, -1)
         is_before = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(rows, 1, size, size)
         mask = torch.cat([is_prompt, is_before], dim=3)
-        buckets.append(Bucket(queries, torch.cat([prompt, queries], dim=1), mask, is_token))
-    return buckets
+        buckets.append(Bucket(queries, torch.cat([prompt, queries], dim=1), mask))
+    found = torch.cat(is_token).nonzero()[:, 0]
+    places = torch.empty_like(found)
+    places[torch.cat([bucket.queries.flatten() for bucket in buckets])[found]] = found
+    return Buckets(buckets, places)
 
 
 def _within(window: int, bucket: Bucket, positions: torch.Tensor) -> torch.Tensor:
