@@ -38,13 +38,12 @@ def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: 
 def score_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs (n,) of the tokens `targets` (n,), in nats, and the entropies (n,), without gradient.
 
-    log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits (n, V)
+    log p(token) and H = -sum_v p_v log p_v, with p = softmax(logits) and logits (n, V)
     """
-    log_z = logits.logsumexp(dim=-1)  # (n,)
-    log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    log_p = logits.log_softmax(dim=-1)  # (n, V)
     with torch.no_grad():
-        entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(dim=-1)
-    return log_probs, entropy
+        entropy = -log_p.exp().mul_(log_p).sum(dim=-1)  # not `vecdot`, which autocast runs in bfloat16
+    return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
 def log_probs_and_entropy(
