@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from common.fast.packed_rows import NAME, attend
+from common.fast.matmul import product
+from common.fast.packed_rows import NAME
 
 if TYPE_CHECKING:
     from common.fast.cache import RowCache
@@ -39,8 +40,9 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
     positions = torch.arange(max_length, device=model.device)[None]
     cos, sin = (x[0, :, None] for x in decoder.rotary_emb(model.lm_head.weight, positions))  # (max_length, 1, d)
     sin = torch.cat([-sin[..., : size // 2], sin[..., size // 2 :]], dim=-1)  # `roll` moves halves without the sign
-    # `forward` itself: to call a module, or to look one up, takes longer than a product of few rows
-    layers, last_norm, head = [_Layer.of(layer) for layer in decoder.layers], _norm(decoder.norm), model.lm_head.forward
+    # functions: to call a module, or to look one up, takes longer than a product of few rows
+    layers, last_norm = [_Layer.of(layer) for layer in decoder.layers], _norm(decoder.norm)
+    head = product(model.lm_head)
 
     def step(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past_key_values: "RowCache"
@@ -68,7 +70,7 @@ class _Layer(NamedTuple):
     norm_of_q: Function | None
     norm_of_k: Function | None
     o: Function
-    attention: nn.Module
+    scaling: float
     next_norm: Function
     gate: Function
     up: Function
@@ -78,22 +80,22 @@ class _Layer(NamedTuple):
     @classmethod
     def of(cls, layer: nn.Module) -> "_Layer":
         attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj.forward, attention.k_proj.forward, attention.v_proj.forward)
+        projections = (product(x) for x in (attention.q_proj, attention.k_proj, attention.v_proj))
         norms = [_norm(norm) if (norm := getattr(attention, name, None)) else None for name in ("q_norm", "k_norm")]
-        functions = (mlp.gate_proj.forward, mlp.up_proj.forward, mlp.act_fn.forward, mlp.down_proj.forward)
+        functions = (product(mlp.gate_proj), product(mlp.up_proj), mlp.act_fn.forward, product(mlp.down_proj))
         inputs = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        return cls(inputs[0], *projections, *norms, attention.o_proj.forward, attention, inputs[1], *functions)
+        return cls(inputs[0], *projections, *norms, product(attention.o_proj), attention.scaling, inputs[1], *functions)
 
     def attend(self, x: torch.Tensor, rotation: tuple, mask: torch.Tensor | None, cache) -> torch.Tensor:
         size = rotation[0].shape[-1]
-        q, k, v = (product(x).view(len(x), -1, size) for product in (self.q, self.k, self.v))  # (b, h or k, d) each
+        q, k, v = (project(x).view(len(x), -1, size) for project in (self.q, self.k, self.v))  # (b, h or k, d) each
         if self.norm_of_q is not None:
             q, k = self.norm_of_q(q), self.norm_of_k(k)
         both, (cos, sin) = torch.cat([q, k], dim=1), rotation
         both = both * cos + both.roll(size // 2, dims=2) * sin  # RoPE, arXiv 2104.09864
         q, k = both[:, : q.shape[1], None], both[:, q.shape[1] :, None]  # (b, h, 1, d), (b, k, 1, d)
         keys, values = cache.update(k, v[:, :, None])  # (b, k, L, d)
-        found, _ = attend(self.attention, q, keys, values, mask, scaling=self.attention.scaling)  # (b, 1, h, d)
+        found = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling, enable_gqa=True)  # (b, h, 1, d)
         return self.o(found.flatten(1))
 
 

@@ -5,12 +5,15 @@ CPUs only. oneDNN, which PyTorch also contains, uses them on all CPUs and is equ
 the time saved on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
 """
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
-MIN_ROWS = 48  # with fewer rows MKL is just as fast
+MIN_ROWS, MIN_WORK = 8, 1_200_000  # rows and multiplications; MKL is just as fast for smaller products
 
 
 def use_fast_products(model: nn.Module) -> None:
@@ -34,16 +37,32 @@ def is_faster() -> bool:
     )
 
 
+def product(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a linear layer computes from float32 (rows, k) in inference, without looking anything up at each call."""
+    if type(layer) not in (nn.Linear, _OneDNNLinear):
+        return layer.forward
+    weight, bias = layer.weight, layer.bias
+    min_rows = max(MIN_ROWS, MIN_WORK / weight.numel()) if type(layer) is _OneDNNLinear else math.inf
+
+    def multiply_by_weight(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < min_rows:
+            return linear(x, weight, bias)
+        y = _multiply_padded(x, weight)
+        return y if bias is None else y + bias
+
+    return multiply_by_weight
+
+
 class _OneDNNLinear(nn.Linear):
     """nn.Linear with oneDNN's product; saved, and adapted by LoRA, like any nn.Linear."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
         is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
-        if not is_float32 or x.device.type != "cpu" or rows < MIN_ROWS:
+        if not is_float32 or x.device.type != "cpu" or rows < max(MIN_ROWS, MIN_WORK / self.weight.numel()):
             return super().forward(x)
-        product = _Product.apply if torch.is_grad_enabled() else _multiply_padded
-        y = product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
+        multiply_2d = _Product.apply if torch.is_grad_enabled() else _multiply_padded
+        y = multiply_2d(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -77,11 +96,11 @@ def _multiply_padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def _pad(x: torch.Tensor) -> torch.Tensor:
     """Append zero rows, up to one of a few sizes, because oneDNN compiles and keeps a kernel for every shape.
 
-    >>> [len(_pad(torch.ones(rows, 1))) for rows in (64, 65, 257, 500, 1000, 1025)]
-    [64, 80, 320, 512, 1024, 1152]
+    >>> [len(_pad(torch.ones(rows, 1))) for rows in (9, 64, 65, 257, 500, 1000, 1025)]
+    [16, 64, 80, 320, 512, 1024, 1152]
     """
     rows = len(x)
-    step = max(16 if rows < 256 else 64, 2 ** (rows.bit_length() - 4))  # large inputs grow by an eighth at most
+    step = 8 if rows < 64 else 16 if rows < 256 else max(64, 2 ** (rows.bit_length() - 4))  # at most an eighth more
     if rows % step == 0:
         return x
     padded = x.new_empty(rows + -rows % step, x.shape[1])

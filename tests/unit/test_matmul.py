@@ -18,7 +18,7 @@ def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
     """The same layer twice: unchanged, and with oneDNN."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        plain = nn.Linear(24, 40, bias=bias)
+        plain = nn.Linear(192, 256, bias=bias)
     fast = nn.Sequential(copy.deepcopy(plain))
     matmul.use_fast_products(fast)
     return plain, fast[0]
@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_a_linear_layer(shape, bias, calls):
     results = []
     for layer in both(bias):
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(*shape, 24, generator=generator, requires_grad=True)
+        x = torch.randn(*shape, 192, generator=generator, requires_grad=True)
         y = layer(x)
         y.backward(torch.randn(y.shape, generator=generator))
         results.append([y, x.grad, *(parameter.grad for parameter in layer.parameters())])
@@ -49,29 +49,33 @@ def test_values_and_gradients_are_those_of_a_linear_layer(shape, bias, calls):
         assert (actual - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("rows", [48, 57, 300])
-def test_values_without_gradients(rows, calls):
-    plain, fast = both(bias=True)
-    x = torch.randn(rows, 1, 24, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [25, 57, 300])
+def test_values_without_gradients(rows, bias, calls):
+    plain, fast = both(bias)
+    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        torch.testing.assert_close(fast(x), plain(x))
-    assert len(calls) == 1
+        torch.testing.assert_close(fast(x[:, None]), plain(x[:, None]))
+        assert torch.equal(matmul.product(fast)(x), fast(x))
+        assert torch.equal(matmul.product(plain)(x), plain(x))
+    assert len(calls) == 3
 
 
 def test_frozen_weights_get_no_gradient_and_pass_it_on(calls):
     _, fast = both(bias=False)
     fast.requires_grad_(False)
-    x = torch.randn(300, 24, requires_grad=True)
+    x = torch.randn(300, 192, requires_grad=True)
     fast(x).sum().backward()
-    torch.testing.assert_close(x.grad, fast.weight.sum(dim=0).expand(300, 24))
+    torch.testing.assert_close(x.grad, fast.weight.sum(dim=0).expand(300, 192))
     assert fast.weight.grad is None
     assert len(calls) == 2
 
 
 def test_few_rows_and_other_dtypes_stay_with_pytorch(calls):
     plain, fast = both(bias=False)
-    x = torch.randn(300, 24)
-    assert torch.equal(fast(x[:40]), plain(x[:40]))
+    x = torch.randn(300, 192)
+    assert torch.equal(fast(x[:24]), plain(x[:24]))
+    assert torch.equal(matmul.product(fast)(x[:24]), plain(x[:24]))
     with torch.autocast("cpu", torch.bfloat16):
         assert fast(x).dtype == torch.bfloat16
     assert fast.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
@@ -84,6 +88,7 @@ def test_a_policy_uses_onednn_and_is_saved_unchanged(calls, tmp_path):
     from harness.models.saving import save_policy
 
     policy = load_policy(RunConfig(device="cpu"))
+    calls.clear()  # loading tries the model on a few tokens
     policy.model(torch.arange(300)[None])
     assert set(calls) == {320}
     save_policy(policy, tmp_path)

@@ -236,6 +236,7 @@ STEPS = {  # the model, its settings, and whether `decoding_step` knows it
 def test_a_decoding_step_is_the_model_bit_for_bit(monkeypatch, name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # as `load_policy` does
     kind, settings, is_known = STEPS[name]
     shape = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
