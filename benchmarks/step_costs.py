@@ -1,7 +1,8 @@
 """The cost of a step beside its matrix products, and the cost of padding.
 
-    python benchmarks/step_costs.py            # 20 minutes on one core: measures, and prints the tables
-    python benchmarks/step_costs.py --print    # the tables from the committed data
+    python benchmarks/step_costs.py                 # 20 minutes on one core: measures, and prints the tables
+    python benchmarks/step_costs.py --no-padding    # a minute: only the first table; the other one's data are kept
+    python benchmarks/step_costs.py --print         # the tables from the committed data
 
 1. The bundled policy samples 128 completions and makes one update on them. *Floor* is the time of the linear layers
    alone, on inputs of the same shapes: in sampling for the rows that are left at each token, in the update forward and
@@ -64,6 +65,7 @@ KINDS = {
 @dataclass(frozen=True)
 class Config:
     only_print: Annotated[bool, tyro.conf.arg(name="print")] = False  # the tables of the committed data
+    padding: bool = True  # measure the second table too
     job: str | None = None  # used by the program itself: SIZE/LENGTHS/VARIANT
 
 
@@ -73,16 +75,22 @@ def main(config: Config) -> None:
         print(json.dumps(measure_update(*config.job.split("/"))))
         return
     if not config.only_print:
-        data = {"step": measure_step(), "padding": {}}
-        for size in SIZES:
-            for lengths in LENGTHS:
-                jobs = {variant: [] for variant in VARIANTS}
-                for _ in range(SIZES[size][2]):
-                    for variant, found in jobs.items():
-                        found.append(in_a_process(f"{size}/{lengths}/{variant}"))
-                data["padding"][f"{size}/{lengths}"] = {name: middle(found) for name, found in jobs.items()}
-        write_json(RESULTS, data | describe_machine(), entry="step_costs")
+        data = {"step": measure_step() | describe_machine()}
+        data |= {"padding": measure_updates()} | describe_machine() if config.padding else {}
+        write_json(RESULTS, read_json(RESULTS, "step_costs") | data, entry="step_costs")
     print_tables(read_json(RESULTS, "step_costs"))
+
+
+def measure_updates() -> dict:
+    results = {}
+    for size in SIZES:
+        for lengths in LENGTHS:
+            jobs = {variant: [] for variant in VARIANTS}
+            for _ in range(SIZES[size][2]):
+                for variant, found in jobs.items():
+                    found.append(in_a_process(f"{size}/{lengths}/{variant}"))
+            results[f"{size}/{lengths}"] = {name: middle(found) for name, found in jobs.items()}
+    return results
 
 
 def in_a_process(job: str) -> dict:
