@@ -77,4 +77,5 @@ def log_probs_and_entropy(
 def _score_chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, temperature: float, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return score(head(hidden).float() / temperature, targets)  # float32 even where the model runs in bfloat16
+    logits = head(hidden).float()  # float32 even where the model runs in bfloat16
+    return score(logits if temperature == 1 else logits / temperature, targets)
