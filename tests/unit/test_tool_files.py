@@ -197,7 +197,9 @@ def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
     meet = f"(Path({str(tmp_path)!r}, str(os.getpid())).touch(), {others})"
     answers = in_threads(lambda _: tools["evaluate"](code=meet), range(4), parallel=True)
     assert [answer for answer in answers if answer.startswith("error")] == []
-    assert {str(worker._process.pid) for worker in tool_processes._running} == set(os.listdir(tmp_path))
+    # other tests can leave workers that wait
+    assert {str(worker._process.pid) for worker in tool_processes._running} >= set(os.listdir(tmp_path))
+    assert len(os.listdir(tmp_path)) == 4
 
 
 def test_ctrl_c_ends_calls_in_threads_at_once(load):
