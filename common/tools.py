@@ -17,6 +17,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from os.path import commonprefix
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -26,6 +27,7 @@ from common.chat import apply_template
 from common.errors import UserError
 
 MAX_CALL = 10_000  # characters
+MAX_DEPTH = 100  # of objects and lists inside each other; Python's own limit can be moved by any package
 MAX_DIGITS = 1000  # of a whole number; Python converts 4,300 at most
 
 
@@ -40,6 +42,7 @@ class ToolCall(NamedTuple):
 _THOUGHT = r"<think>.*?(?:</think>|\Z)"
 _BLOCK = re.compile(rf"<tool_call>(.*?)(</tool_call>|\Z)|{_THOUGHT}", re.DOTALL)
 _END = re.compile(r"\Z")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)  # of JSON
 _SEPARATOR = re.compile(r"\s*(?:[;\n]\s*|\Z)")
 
 
@@ -74,6 +77,7 @@ def _read(text: str, separator: re.Pattern) -> list[ToolCall]:
     try:
         if len(text) > MAX_CALL:
             raise ValueError(f"it has more than {MAX_CALL} characters")
+        _check_depth(text)
         while not calls or end < len(text):
             value, end = _DECODER.raw_decode(text, end)
             calls.append(_call(value))
@@ -81,8 +85,6 @@ def _read(text: str, separator: re.Pattern) -> list[ToolCall]:
             if match is None:
                 raise ValueError("something follows its JSON")
             end = match.end()
-    except RecursionError:
-        return [_malformed("it is nested too deeply")]
     except json.JSONDecodeError:
         return [_malformed("it is not valid JSON")]
     except ValueError as error:
@@ -95,10 +97,17 @@ def _call(value: object) -> ToolCall:
         raise ValueError("it is not a JSON object with a name")
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # an object inside a string, as OpenAI writes it
+        _check_depth(arguments)
         arguments = _DECODER.decode(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are not a JSON object")
     return ToolCall(value["name"], arguments)
+
+
+def _check_depth(text: str) -> None:
+    brackets = re.findall(r"[][{}]", _STRING.sub("", text))
+    if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:

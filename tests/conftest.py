@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch import distributed
 import viewer
 from tasks import arithmetic, calculator, countdown, qa
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell switches it off in what it runs with &, or nohup
 torch.set_num_threads(1)
 inspect.getsource = functools.cache(inspect.getsource)  # each run would parse the descriptions of its flags again
 

@@ -49,10 +49,9 @@ listener.serve_forever()
 
 # A run with a server, and with a forked child that holds copies of everything open.
 RUN = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 from harness.engines.server import ChildServer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell switches off for what it runs with &
 server = ChildServer(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2]), {"ADDED": "yes"})
 forked = os.fork()
 if not forked:

@@ -4,6 +4,7 @@
 """
 
 import json
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +16,17 @@ from transformers import AutoTokenizer
 
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
 from common.errors import UserError
-from common.tools import MAX_CALL, MAX_RESULT, ToolCall, calculator, call_form, call_tool, parse_calls, schemas
+from common.tools import (
+    MAX_CALL,
+    MAX_DEPTH,
+    MAX_RESULT,
+    ToolCall,
+    calculator,
+    call_form,
+    call_tool,
+    parse_calls,
+    schemas,
+)
 from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY
@@ -87,7 +98,10 @@ MALFORMED_CALLS = {
     "a number is not finite": [
         START + '{"a": NaN}}', START + '{"a": -Infinity}}', START + '{"a": 1e999}}', START + '"{\\"a\\": NaN}"}',
     ],
-    "it is nested too deeply": [START + "[" * 9000, START + '{"a":' * 1500],
+    "it is nested too deeply": [
+        START + "[" * 9000, START + '{"a":' * 1500, START + json.dumps('{"a":' * 101 + "1" + "}" * 101) + "}",
+        START + '{"a":' * MAX_DEPTH + "1" + "}" * (MAX_DEPTH + 1),
+    ],
     f"it has more than {MAX_CALL} characters": [START + "[" * 1_000_000, START + "9" * 100_000 + "}"],
 }  # fmt: skip
 
@@ -96,6 +110,19 @@ MALFORMED_CALLS = {
 def test_a_malformed_call_says_why(reason):
     for body in MALFORMED_CALLS[reason]:
         assert reason_of(body) == reason, body[:60]
+
+
+def test_how_deep_a_call_may_be_does_not_depend_on_pythons_own_limit():
+    deepest = START + '{"a":' * (MAX_DEPTH - 1) + '"[[{{"' + "}" * MAX_DEPTH
+    limit = sys.getrecursionlimit()
+    try:
+        for more in (0, 20_000):  # hypothesis raises it, for example
+            sys.setrecursionlimit(limit + more)
+            assert reason_of(deepest) is None
+            assert reason_of(deepest.replace('"[[{{"', "[1]")) == "it is nested too deeply"
+            assert reason_of(MALFORMED_CALLS["it is nested too deeply"][1]) == "it is nested too deeply"
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_arguments_may_be_an_object_in_a_string_and_what_else_an_object_holds_is_ignored():
