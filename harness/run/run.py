@@ -138,11 +138,13 @@ class Run:
         """Say how another --steps moves the learning rate of a resumed run, whose schedule ends at the last step."""
         before, step = self._num_steps_before, self.resumed_at + 1
         if before and self._has_schedule and self.resumed_at < num_steps != before:
-            old, new = (self._rates[0] * self._rate_factor(step, last) for last in (before, num_steps))
+            old = self._rates[0] * self._rate_factor(min(step, before), before)
+            new = self._rates[0] * self._rate_factor(step, num_steps)
             if old != new:
+                instead_of = "instead of" if step <= before else f"and that of step {before} was"
                 self.tell(
                     f"--lr-schedule {self.config.lr_schedule} falls until the last step, now {num_steps} instead of "
-                    f"{before}: the learning rate of step {step} is {new:.3g} instead of {old:.3g}"
+                    f"{before}: the learning rate of step {step} is {new:.3g} {instead_of} {old:.3g}"
                 )
 
     @property

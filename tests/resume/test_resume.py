@@ -329,6 +329,8 @@ def test_more_steps_stretch_a_schedule_and_the_run_says_so(tmp_path, train):
     assert "the last step, now 6 instead of 4: the learning rate of step 3 is 3.75e-05 instead of 2.5e-05" in output
     assert metrics_of(resumed)[3]["lr"] == pytest.approx(3.75e-5)
     assert "instead of" not in train("--resume", str(resumed))
+    output = train("--resume", str(resumed), "--steps", "7")  # a run that was over
+    assert "now 7 instead of 6: the learning rate of step 7 is 2.48e-06 and that of step 6 was 3.35e-06" in output
 
 
 @pytest.mark.slow
