@@ -197,7 +197,7 @@ def test_a_score_is_zero_before_training(train, config, policy_and_pairs):
     assert statistics.metrics()["loss/total"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, train, config):
+def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, config):
     """Of pairs with margins of 1, -1, 0 and 0, by DPO and by a reward model."""
     margins, statistics = [1.0, -1.0, 0.0, 0.0], UpdateStatistics(1.0)
     for pair, margin in enumerate(margins):

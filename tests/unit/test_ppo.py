@@ -214,7 +214,7 @@ def test_packing_changes_no_value(make_policy):
     assert packed.any()
 
 
-def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, make_policy, capsys):
+def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, capsys):
     """StableLM's attention does not know the borders of packed rows: packed, every gradient was NaN."""
     from transformers import StableLmConfig, StableLmForCausalLM
 
