@@ -51,6 +51,23 @@ def group_std(returns: torch.Tensor) -> torch.Tensor:
     return returns.double().std(dim=1, keepdim=True)
 
 
+def success_rate(returns: torch.Tensor) -> torch.Tensor:
+    """The share of each group's completions that succeed: (Q, G) in, (Q, 1) in float64 out, at least `STD_EPS`.
+
+        p_q = mean_g R_qg - min(0, min_g R_qg)
+
+    MaxRL (arXiv 2602.02710) divides by it, and defines it for rewards of 0 and 1: the mean. A group with returns below
+    0 is measured from its lowest: rewards of -1 and 1 count like 0 and 1. Advantages are then at most G - 1, where a
+    mean of nearly 0, or below, would make them huge.
+
+    >>> success_rate(torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, -1.0, -1.0, -1.0]]))
+    tensor([[0.2500],
+            [0.5000]], dtype=torch.float64)
+    """
+    exact = returns.double()
+    return (exact.mean(dim=1, keepdim=True) - exact.amin(dim=1, keepdim=True).clamp(max=0)).clamp(min=STD_EPS)
+
+
 def has_reward_variance(returns: torch.Tensor) -> torch.Tensor:
     """Which groups can teach anything: (Q, G) returns in, (Q,) bool out, False where all returns of a group are equal.
 
@@ -139,7 +156,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     1 means a perfect critic, 0 a critic that knows only the mean; below 0 it misleads. 0 if all returns are equal.
 
     Args:
-        values: (B, T-1); returns: (B, 1), a completion's; mask: (B, T-1).
+        values, mask: (B, T-1).
+        returns: (B, T-1), discounted and without what came before, so that a critic can predict them; without a
+            discount (B, 1), a completion's.
 
     >>> explained_variance(torch.tensor([[0.5, 1.0], [0.5, 0.0]]), torch.tensor([[1.0], [0.0]]), torch.ones(2, 2))
     0.5

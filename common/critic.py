@@ -29,8 +29,7 @@ class ActorCritic(Policy):
     """
 
     def __init__(self, policy: Policy):
-        arithmetic = (policy.temperature, policy.compute_dtype, policy.gradient_checkpointing)
-        super().__init__(policy.model, policy.tokenizer, policy.end_of_turn_ids, policy.pad_id, *arithmetic)
+        self.take_over(policy)
         head = nn.Linear(self.model.get_output_embeddings().in_features, 1, device=policy.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)

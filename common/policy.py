@@ -60,6 +60,16 @@ class Policy(nn.Module):
         self.score = score_logits  # unless each rank computes only some of the logits, see experiment_mesh
         self.compute_device: torch.device | None = None  # unless it is the device of the weights: they can be offloaded
 
+    def take_over(self, policy: "Policy") -> None:
+        """Wrap the model of another policy, instead of `__init__`, with all that was decided when that was loaded.
+
+        To decide again would forget that the rows of this model are padded, for example.
+        """
+        nn.Module.__init__(self)
+        own = {*vars(self)}
+        vars(self).update({name: value for name, value in vars(policy).items() if name not in own})
+        self.model = policy.model
+
     @property
     def device(self) -> torch.device:
         return self.compute_device or self.model.device

@@ -28,7 +28,7 @@ def preference_metrics(
     (0.5, 0.0, 0.0)
     """
     margins = [chosen - rejected for chosen, rejected in scores]
-    is_right = [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]
+    is_right = [rightness(margin) for margin in margins]
     is_near = [abs(a - b) <= NEAR * max(a, b) for a, b in lengths]
     groups = {"accuracy": [True] * len(scores), "accuracy_same_style": same_style, "accuracy_same_length": is_near}
     metrics = {}
@@ -39,6 +39,11 @@ def preference_metrics(
     metrics["calibration_error"] = _calibration_error([_sigmoid(abs(margin)) for margin in margins], is_right)
     correlation = _correlation([score for pair in scores for score in pair], [n for pair in lengths for n in pair])
     return metrics | ({} if correlation is None else {"length_correlation": correlation})
+
+
+def rightness(margin: float) -> float:
+    """Whether a pair is judged as it should be: 1 if the chosen answer has the higher score, half if both are equal."""
+    return 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0
 
 
 def mean_log_probs(log_probs: list[float]) -> dict[str, float]:

@@ -5,7 +5,7 @@
 Where a group has K right completions of G, the gradient of the mean reward is multiplied by G / K. That estimates the
 gradient of log p(right answer), as if right answers were data. GRPO divides by the standard deviation
 instead, which treats p and 1 - p alike; Dr. GRPO by nothing. *Maximum Likelihood Reinforcement Learning* (Tajwar et al.
-2026, arXiv 2602.02710). The mean must be a probability: rewards are 0 or 1, without offsets.
+2026, arXiv 2602.02710). The mean must be a probability: rewards are 0 or 1, without offsets; see `success_rate`.
 
     python experiment_maxrl/train.py
     diff experiment_accelerate/train.py experiment_maxrl/train.py
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 
-from common.advantages import STD_EPS, group_advantages
+from common.advantages import group_advantages, success_rate
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
@@ -103,8 +103,8 @@ def train(
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
         returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
 
-        # 3 advantage: better or worse than the group, in units of the group's mean: rare successes count more
-        advantages = group_advantages(returns) / returns.double().mean(dim=1, keepdim=True).clamp(min=STD_EPS)  # (Q, G)
+        # 3 advantage: better or worse than the group, in units of the group's success rate: rare successes count more
+        advantages = group_advantages(returns) / success_rate(returns)  # (Q, G)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
         run.lap("reward")
@@ -122,6 +122,7 @@ def train(
         # 6 log, evaluate, checkpoint
         completions = gather_rows(trajectories)  # of all ranks, in the order of one process
         metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics["group/below_zero"] = (torch.cat(gather(returns)) < 0).any(dim=1).double().mean().item()
         metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)

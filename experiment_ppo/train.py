@@ -141,7 +141,8 @@ def train(
         # 6 log, evaluate, checkpoint
         completions = gather_rows(trajectories)  # of all ranks, in the order of one process
         metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
-        metrics["critic/explained_variance"] = explained_variance(values, rewards.sum(dim=1, keepdim=True), mask)
+        to_go = generalized_advantages(rewards, torch.zeros_like(values), mask, config.gamma, 1.0)  # (B, T-1)
+        metrics["critic/explained_variance"] = explained_variance(values, to_go, mask)
         metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)

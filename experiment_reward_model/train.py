@@ -30,7 +30,7 @@ from common.experience import Experience, collate
 from common.fast.sharded_weights import gathered_weights
 from common.loss import bradley_terry_loss
 from common.parallel import gather, gather_rows, part_of, world_size
-from common.preferences import preference_metrics
+from common.preferences import preference_metrics, rightness
 from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, NotNegative, Positive
@@ -142,7 +142,7 @@ def update(
         "loss/total": bradley_terry_loss(margins).mean().item(),
         "loss/grad_norm": grad_norm.item(),
         "loss/skipped": float(not grad_norm.isfinite()),
-        "preference/accuracy": (margins > 0).float().mean().item(),
+        "preference/accuracy": torch.tensor([rightness(margin) for margin in margins]).mean().item(),
         "preference/margin": margins.mean().item(),
     }
 

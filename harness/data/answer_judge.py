@@ -71,11 +71,12 @@ def load_judge(config: RunConfig) -> Judge | None:
 
 
 def _score_here(config: RunConfig) -> Callable[[list[Messages]], list[float]]:
+    from harness.data.context import context_of
     from harness.models.reward_loading import load_reward_model  # not at the top: most runs have no judge
 
     dtype = "bfloat16" if torch.device(config.device).type == "cuda" else "float32"
     model: RewardModel = load_reward_model(config.reward_model, config.device, DTYPES[dtype])
-    longest = getattr(model.model.config, "max_position_embeddings", None) or math.inf
+    longest = context_of(model.model.config)
 
     def score(conversations: list[Messages]) -> list[float]:
         rows = [encode_conversation(model.tokenizer, messages) for messages in conversations]

@@ -26,7 +26,24 @@ def context_of(config) -> float:
     length = getattr(settings, "max_position_embeddings", None) or math.inf
     rope = getattr(settings, "rope_parameters", None) or {}  # some configs give the length before scaling
     stretched = (rope.get("original_max_position_embeddings") or length) * (rope.get("factor") or 1)
-    return max(length, stretched) if length > 0 else math.inf
+    return min(fixed_length(config), max(length, stretched) if length > 0 else math.inf)
+
+
+def fixed_length(config) -> float:
+    """The number of tokens up to which RoPE turns a token by its own position; infinite for most of its kinds.
+
+    Beyond it, two kinds turn all tokens by the longest row of a batch. A cache keeps keys that were turned for shorter
+    rows, so sampling and training would disagree, and a row would depend on its neighbours.
+    """
+    settings, lengths = config.get_text_config(), [math.inf]
+    rope = getattr(settings, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # some models have a dictionary for each kind of layer
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "longrope":
+            lengths.append(part["original_max_position_embeddings"])
+        elif kind == "dynamic":
+            lengths.append(settings.max_position_embeddings)
+    return min(lengths)
 
 
 def check_context(config: ModelConfig, task: Task, policy: Policy, engine: object | None = None) -> None:

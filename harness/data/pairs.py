@@ -21,6 +21,7 @@ from common.trajectory import Trajectory
 from harness.base.config import ROOT, PolicyConfig, shown
 from harness.base.ranks import together
 from harness.base.terminal import say
+from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
@@ -71,7 +72,7 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
     """Pairs as rows of ids; pairs that can teach nothing are left out, and counted."""
     answer_begins = getattr(config, "answer_begins", None)
     tags = None if answer_begins is None else read_format(answer_begins)
-    pairs, left_out, first = [], Counter(), {}
+    pairs, left_out, first, context = [], Counter(), {}, context_length(policy)
     for index, row in enumerate(rows):
         prompt, answers = _read_pair(row)
         styles = [row.get(f"style_{name}", THOUGHT in answer) for name, answer in zip(NAMES, answers, strict=True)]
@@ -86,8 +87,11 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
             problem = "a tie"
         else:
             encoded = [_encode(row, prompt, answer, index, policy) for answer in answers]
-            if max(len(trajectory.ids) for trajectory in encoded) > config.max_length:
+            longest = max(len(trajectory.ids) for trajectory in encoded)
+            if longest > config.max_length:
                 problem = f"more than --max-length {config.max_length} tokens"
+            elif longest > context:
+                problem = f"more than the model's context of {int(context)} tokens"
         if problem is not None:
             left_out[problem] += 1
             first.setdefault(problem, row.place)

@@ -76,6 +76,11 @@ class Diagnosis:
                 "the gradient was not finite, and its update was skipped: lower --lr, and see that every reward is a "
                 "number; three such steps in a row end the run"
             )
+        if (share := self._mean("group/below_zero", 1)) > 0:
+            found["rewards are below 0"] = (
+                f"{share:.0%} of the groups have returns below 0, where a mean is no success rate: MaxRL measures them "
+                "from the lowest of the group; rewards of 0 and 1 keep its objective (--reward-weight, or the task)"
+            )
         difference = self._mean("policy/sampling_log_prob_difference", 1)
         off, limit = abs(self._mean("policy/first_ratio", 1) - 1), sampling_limit(config)
         if difference > limit or off > limit:

@@ -10,7 +10,7 @@ from common.evaluate import mean
 from common.experience import Experience
 from common.loss import masked_mean
 from common.parallel import data_size, gather, gather_rows
-from common.preferences import mean_log_probs
+from common.preferences import mean_log_probs, rightness
 from common.trajectory import Trajectory
 
 
@@ -129,7 +129,7 @@ def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
     sums = [(key, tokens["score"].sum().item(), tokens["log_probs"].sum().item()) for key, tokens in own]
     _, scores, log_probs = zip(*sorted(gather_rows(sums)), strict=True)  # by pair, the chosen answer first
     margins = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
-    metrics = {"accuracy": mean([margin > 0 for margin in margins]), "margin": mean(margins)}
+    metrics = {"accuracy": mean([rightness(margin) for margin in margins]), "margin": mean(margins)}
     metrics |= {"score_chosen": mean(scores[::2]), "score_rejected": mean(scores[1::2])} | mean_log_probs(log_probs)
     return statistics.metrics() | {f"preference/{name}": value for name, value in metrics.items()}
 

@@ -119,9 +119,7 @@ class AdapterReference(Policy):
     """
 
     def __init__(self, policy: Policy):
-        ids = (policy.end_of_turn_ids, policy.pad_id)
-        super().__init__(policy.model, policy.tokenizer, *ids, policy.temperature, policy.compute_dtype)
-        self.packing = policy.packing
+        self.take_over(policy)
         self._of = (policy,)  # not as a module: that would register the same weights twice
         is_new = not any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # B = 0
         self._weights = [weight for weight in self.model.parameters() if weight.requires_grad and not is_new]

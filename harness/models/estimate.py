@@ -122,7 +122,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     gathered = arithmetic if launch == "fsdp2" else 4 if launch in MESH else 0  # bytes of a weight
     gathered *= shape.parameters / tensor  # all layers in a rollout, two in the update
     sampling = casts + gathered + _cache(config, part, prompt + completion, max(rows, evaluated))
-    shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
+    shares = config.pack and group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
     kept = copies * _activations(config, part, micro, prompt, completion, shares)
     kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary) / tensor  # logits
     largest = 0 if rank else 4 * shape.largest / tensor  # the gradient of one weight, before it is added

@@ -1,6 +1,7 @@
 """Load a policy: any Hugging Face causal language model with a chat template, from the hub or from a directory."""
 
 import copy
+import math
 import os
 import warnings
 
@@ -18,6 +19,7 @@ from common.sampling import left_pad, next_logits
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say, silence_bitsandbytes
+from harness.data.context import fixed_length
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
 from harness.models.pretrained import (
     check_finite,
@@ -107,6 +109,11 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
     if not getattr(config, "pack", True):
         policy.packing = None
     check_computation(policy)
+    if (length := fixed_length(model.config)) < math.inf:
+        say(
+            f"{shown(config.model)} has a context of {length} tokens here: beyond it, its RoPE turns all tokens by "
+            "the longest row of a batch, and sampling and training would disagree"
+        )
     if is_trained:
         total, trained = count_parameters(model).values()
         say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")

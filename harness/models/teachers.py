@@ -48,6 +48,7 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
         teacher = load_policy(of_teacher, policy.temperature, is_frozen=True).requires_grad_(False)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--teacher")) from error
+    teacher.packing = teacher.packing if config.pack else None
     check_same_tokens(given, teacher.tokenizer.get_vocab(), policy.tokenizer.get_vocab())
     check_same_prompt(given, encode_prompt(teacher.tokenizer, PROBE), policy, config)
     check_context(config, task, teacher)

@@ -30,6 +30,7 @@ class RunDirectory(NamedTuple):
     lock: FileLock | None  # None: the main process, which is another one, holds it
     step: int = 0  # of the checkpoint that the run continues from; 0: there is none
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
+    num_steps: int | None = None  # its --steps until now
 
 
 def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
@@ -83,6 +84,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
         raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
     lock = lock_directory(directory)
     try:
+        num_steps = settings.get("steps")
         step, history = _restore(directory, config, settings, machine, sources)
     except BaseException as error:
         lock.release()
@@ -92,7 +94,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
     is_over = step and step == getattr(config, "steps", None)
     end = ", its last one: it is only evaluated again; a higher --steps trains on" if is_over else ""
     say(f"resuming {directory} " + (f"after step {step}{end}" if step else "from the start: it has no checkpoint"))
-    return RunDirectory(directory, lock, step, tuple(history))
+    return RunDirectory(directory, lock, step, tuple(history), num_steps)
 
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:

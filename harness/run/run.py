@@ -53,6 +53,7 @@ class Run:
         self._lock = directory.lock  # held until the run is closed
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
         self.steps_of_epochs: int | None = None  # with --epochs
+        self._num_steps_before = directory.num_steps
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
@@ -100,6 +101,7 @@ class Run:
         self._last_step = num_steps = self.steps_of_epochs or num_steps
         if self._ends_early:  # a run that was over, and is resumed
             return
+        self._tell_new_schedule(num_steps)
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         # the first step is slower than all others
         profiled = range(self.resumed_at + 2, self.resumed_at + 2 + self.config.profile) if is_main() else ()
@@ -125,9 +127,25 @@ class Run:
     def _set_learning_rate(self, step: int) -> None:
         """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""
         if self._has_schedule:
-            factor = learning_rate_factor(self.config.lr_schedule, self.config.lr_warmup_steps, step, self._last_step)
+            factor = self._rate_factor(step, self._last_step)
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = factor * rate
+
+    def _rate_factor(self, step: int, num_steps: int) -> float:
+        return learning_rate_factor(self.config.lr_schedule, self.config.lr_warmup_steps, step, num_steps)
+
+    def _tell_new_schedule(self, num_steps: int) -> None:
+        """Say how another --steps moves the learning rate of a resumed run, whose schedule ends at the last step."""
+        before, step = self._num_steps_before, self.resumed_at + 1
+        if before and self._has_schedule and self.resumed_at < num_steps != before:
+            old = self._rates[0] * self._rate_factor(min(step, before), before)
+            new = self._rates[0] * self._rate_factor(step, num_steps)
+            if old != new:
+                instead_of = "instead of" if step <= before else f"and that of step {before} was"
+                self.tell(
+                    f"--lr-schedule {self.config.lr_schedule} falls until the last step, now {num_steps} instead of "
+                    f"{before}: the learning rate of step {step} is {new:.3g} {instead_of} {old:.3g}"
+                )
 
     @property
     def _has_schedule(self) -> bool:

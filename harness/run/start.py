@@ -84,10 +84,11 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
     """Make or resume the run's directory; Ctrl-C ends a step with a checkpoint. `searched`: see `search_sources`."""
     experiment = experiment_of(config)
     if ranks.num_launched() > world_size():
-        raise UserError(
-            f"{experiment} trains in one process, but {ranks.num_launched()} were started: start it with python, or "
-            "several processes of experiment_accelerate"
-        )
+        remedy = " (diff experiment_base/train.py experiment_accelerate/train.py shows what several need)"
+        if experiment == "experiment_base":
+            remedy = ", or several processes of experiment_accelerate, which otherwise equals it"
+        count = ranks.num_launched()
+        raise UserError(f"{experiment} trains in one process, but {count} were started: start it with python{remedy}")
     if getattr(config, "optimizer", "adamw") != "adamw" and not has_accelerator(config):
         raise UserError(
             f"--optimizer {config.optimizer} is for experiment_accelerate, which otherwise equals experiment_base, and "

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from common.critic import ActorCritic
 from common.errors import UserError
 from common.policy import Policy
 from common.sampling import sample
@@ -23,6 +24,7 @@ from harness.cli.parse import parse_config
 from harness.models.adapters import add_adapter
 from harness.models.loading import load_policy, make_reference
 from harness.models.pretrained import count_parameters
+from harness.models.teachers import load_teacher
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (
@@ -100,6 +102,32 @@ def test_the_reference_of_an_adapter_is_the_unchanged_model():
     assert torch.equal(log_probs_of(policy), before)
     assert (log_probs_of(reference) - before).abs().max() > 0.01
     assert {id(weight) for weight in reference.parameters()} == {id(weight) for weight in policy.parameters()}
+
+
+SAME_MODEL = {"critic": (ActorCritic, 0), "reference": (make_reference, 0), "without adapter": (make_reference, 4)}
+
+
+@pytest.mark.parametrize("kind", SAME_MODEL)
+def test_what_was_decided_for_a_policy_holds_for_what_is_made_of_it(kind):
+    """Every attribute: packing, which --no-pack switches off, arithmetic, scoring, ids, and those to come."""
+    make, rank = SAME_MODEL[kind]
+    policy = load(lora_rank=rank, pack=False)
+    assert policy.packing is None
+    decided = vars(policy).keys() - vars(torch.nn.Module()).keys()
+    assert decided >= {"packing", "score", "max_logits", "temperature", "compute_dtype", "pad_id"}
+    for name in decided - {"compute_device"}:
+        setattr(policy, name, f"{name} as decided")
+    policy.compute_device = torch.device("cpu", 0)
+    made = make(policy)
+    assert {name: vars(made)[name] for name in decided} == {name: vars(policy)[name] for name in decided}
+
+
+def test_a_teacher_is_padded_with_no_pack_too(load_script, monkeypatch):
+    monkeypatch.setattr("harness.models.teachers.check_context", lambda *_: None)
+    config_class = load_script("experiment_distill/train.py").Config
+    for pack, expected in ((True, "sdpa"), (False, None)):
+        config = config_class(pack=pack, device="cpu", dtype="float32", attn_implementation="sdpa", micro_batch_size=4)
+        assert load_teacher(config, None, load()).args[0].packing == expected
 
 
 def test_training_mode_changes_no_log_prob(trained, monkeypatch):

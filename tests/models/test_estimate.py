@@ -102,6 +102,16 @@ def test_activations_are_those_that_a_pass_keeps(configure, flags, rows):
     assert found == pytest.approx(measured, rel=0.25)
 
 
+def test_padded_rows_share_no_prompt(configure):
+    config, shape = configure("--micro-batch-size", "4")
+    packed, padded = (
+        memory_of(dataclasses.replace(config, pack=pack), shape, 200)["update: activations, logits"]
+        for pack in (True, False)
+    )
+    shared, own = (estimating._activations(config, shape, 4, 200, COMPLETION, shares) for shares in (True, False))
+    assert padded - packed == pytest.approx((own - shared) * (1 + estimating.IN_PIECES))
+
+
 def test_the_cache_is_that_of_all_rows(configure):
     config, shape = configure("--generation-batch-size", "8", "--eval-prompts", "1")
     policy, cache = load_policy(config), RowCache()

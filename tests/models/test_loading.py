@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from policies import fill_adapters, scale
+from policies import fill_adapters, gap, scale
 from policies import load as load_plain
 from transformers import (
     AutoModelForCausalLM,
@@ -292,6 +292,39 @@ def test_tools_of_a_task_are_part_of_its_prompts():
 
 
 STRETCHED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+ROPES = {  # of a model that was trained on 64 tokens, and the context that it then has here
+    "linear": ({"factor": 4.0}, 64, 256),
+    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+    "llama3": (
+        {"factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        *(256, 256),
+    ),
+    "dynamic": ({"factor": 4.0}, 64, 64),
+    "longrope": (
+        {"original_max_position_embeddings": 64, "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+        *(256, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_sampling_and_training_agree_up_to_the_context(load, capsys, kind):
+    """Beyond it, with the two kinds that turn all tokens by the longest row of a batch, they do not."""
+    rope, positions, length = ROPES[kind]
+    rope = rope | {"rope_type": kind, "rope_theta": 1e4}
+    policy = load(LlamaConfig(**SMALL, initializer_range=0.3, max_position_embeddings=positions, rope_parameters=rope))
+    assert context_length(policy) == length
+    assert ("has a context of 64 tokens here: " in capsys.readouterr().out) == (length == 64)
+    policy.end_of_turn_ids = []  # rows of full length
+
+    def difference(length: int) -> float:
+        rows = sample(policy, [[5, 6, 7] * 10, [8, 9]], 2, max_new_tokens=length - 30, key=(0,))
+        return gap(policy, rows)
+
+    assert difference(length) < 1e-4
+    assert length == 256 or difference(length + 40) > 0.1
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForSequenceClassification, {"num_key_value_heads": 4}),
     "bert": (BertConfig, BertForSequenceClassification, {}),
 }
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 QUESTION = [{"role": "user", "content": "What is 20 plus 38?"}]
 load = functools.partial(load_reward_model, device="cpu", dtype=torch.float32)
 
@@ -173,8 +175,9 @@ def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path
             load(str(path))
 
 
-def test_a_conversation_that_is_too_long_for_the_judge_is_refused(save_judge):
-    path = save_judge(max_position_embeddings=64)
+@pytest.mark.parametrize("settings", [{"max_position_embeddings": 64}, {"rope_parameters": LONGROPE}])
+def test_a_conversation_that_is_too_long_for_the_judge_is_refused(save_judge, settings):
+    path = save_judge(**settings)
     config = SimpleNamespace(device="cpu", generation_batch_size=4, no_answer_penalty=0.0, reward_model=str(path))
     vars(config).update(reward_model_url=None, answer_begins=None, strict=False)
     with pytest.raises(UserError, match="tokens for the reward model, which reads 64 at most"):

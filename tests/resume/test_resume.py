@@ -321,6 +321,18 @@ def test_a_learning_rate_schedule_continues_where_it_was(tmp_path, train):
     assert_equal_runs(resumed, whole)
 
 
+def test_more_steps_stretch_a_schedule_and_the_run_says_so(tmp_path, train):
+    flags = (*FLAGS, "--lr-schedule", "cosine", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
+    train(*flags, "--steps", "4")
+    resumed = copy_of(tmp_path / "experiment_base" / "mine", tmp_path, until=2)
+    output = train("--resume", str(resumed), "--steps", "6")
+    assert "the last step, now 6 instead of 4: the learning rate of step 3 is 3.75e-05 instead of 2.5e-05" in output
+    assert metrics_of(resumed)[3]["lr"] == pytest.approx(3.75e-5)
+    assert "instead of" not in train("--resume", str(resumed))
+    output = train("--resume", str(resumed), "--steps", "7")  # a run that was over
+    assert "now 7 instead of 6: the learning rate of step 7 is 2.48e-06 and that of step 6 was 3.35e-06" in output
+
+
 @pytest.mark.slow
 def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterrupted):
     train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")

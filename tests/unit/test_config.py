@@ -218,6 +218,17 @@ def test_each_of_several_processes_takes_its_own_gpu(monkeypatch, num_processes,
         own_device("cuda")
 
 
+@pytest.mark.parametrize("experiment", ["base", "drgrpo", "sft", "reinforce"])
+def test_an_experiment_of_one_process_names_no_other_algorithm(load_script, monkeypatch, tmp_path, experiment):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.syspath_prepend(ROOT / f"experiment_{experiment}")  # for the files beside it
+    flags = ["--eval-prompts", "2", "--device", "cpu", "--runs-dir", str(tmp_path)]
+    with pytest.raises(UserError, match=f"^experiment_{experiment} trains in one process, but 2 were") as caught:
+        load_script(f"experiment_{experiment}/train.py").main(flags)
+    assert "start it with python" in str(caught.value)
+    assert ("several processes of experiment_accelerate" in str(caught.value)) == (experiment == "base")
+
+
 @pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
 def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
     settings = describe_settings(RunConfig(device="cuda:1"), {"processes": processes})

@@ -33,6 +33,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "few groups": ("have completions of equal rewards", "--max-rounds"),
     "gradient": ("was scaled down", "--max-grad-norm"),
     "flat": ("has not risen beyond noise", "--lr"),
+    "below 0": ("returns below 0", "--reward-weight"),
     "searches": ("could not answer", "--search-url"),
 }
 
@@ -159,6 +160,7 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "flat": (NOISE, "flat", "in 60 steps (0.50 at first, 0.50 now): raise --lr (now 5e-05)"),
     "rises": ([{"reward/total": step / 100} for step in range(80)], None, ""),
     "flat because solved": ([row | {"reward/correct": 0.95} for row in NOISE], None, ""),
+    "penalties": ([{"group/below_zero": 0.25}], "below 0", "25% of the groups"),
     "searches": ([{"completion/failed_searches": 0.2, "reward/calls": 1.5}] * 5, "searches", "13% of the calls"),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip

@@ -19,11 +19,14 @@ from common.chat import encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
+from common.preferences import preference_metrics
 from viewer.curve import _panels_of_pairs
 from viewer.report import count_rows_per_step, write_report
 
 from harness.data.pairs import Pair, add_reference, load_pairs
+from harness.logs.statistics import RowUpdate, UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
+from harness.models.reward_loading import new_reward_model
 
 PAIRS = [
     {"prompt": f"What is {a} + {b}?", "chosen": f"<think>{a}+{b}={a + b}</think><answer>{a + b}</answer>"}
@@ -192,6 +195,28 @@ def test_a_score_is_zero_before_training(train, config, policy_and_pairs):
     assert batch.sampler_log_probs.requires_grad is False
     statistics, _ = updated(train, config, policy, pairs, 3)
     assert statistics.metrics()["loss/total"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, config):
+    """Of pairs with margins of 1, -1, 0 and 0, by DPO and by a reward model."""
+    margins, statistics = [1.0, -1.0, 0.0, 0.0], UpdateStatistics(1.0)
+    for pair, margin in enumerate(margins):
+        for index, score in enumerate((margin / 2, -margin / 2)):
+            update = RowUpdate(0, 0, {"score": torch.tensor([score]), "log_probs": torch.zeros(1)})
+            statistics.rows[pair, index] = [update]
+    statistics.metrics = dict  # no update was made
+    scores = [(margin / 2, -margin / 2) for margin in margins]
+    assert preference_metrics(scores, [(1, 1)] * 4, [False] * 4)["accuracy"] == 0.5
+    assert pair_metrics(statistics)["preference/accuracy"] == 0.5
+
+    judge = load_script("experiment_reward_model/train.py")
+    model = new_reward_model(judge.Config(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    torch.nn.init.zeros_(model.model.score.weight)
+    pairs, _ = load_pairs(config, model)
+    settings = judge.Config(pairs_per_step=3, micro_batch_size=3)
+    batch = collate([row for pair in pairs[:3] for row in pair.rows], model.pad_id)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert judge.update(settings, Accelerator(cpu=True), model, optimizer, batch)["preference/accuracy"] == 0.5
 
 
 # runs ---------------------------------------------------------------------------------------------------------------

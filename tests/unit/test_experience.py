@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from common.advantages import STD_EPS, group_advantages, group_std, has_reward_variance
+from common.advantages import STD_EPS, group_advantages, group_std, has_reward_variance, success_rate
 from common.experience import Experience, collate
 from common.trajectory import Trajectory
 
@@ -200,8 +200,9 @@ def test_advantages_equal_a_slow_loop(formula, is_scaled, group_size):
     assert formula(returns.float()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("weight", [0.3, -0.7])
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo", "experiment_rloo", "experiment_maxrl"])
-def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, monkeypatch, experiment):
+def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, monkeypatch, experiment, weight):
     train = load_script(f"{experiment}/train.py")
     seen, returns = [], []
     monkeypatch.setattr(train, "update", lambda *arguments: seen.append(arguments[-2]))
@@ -211,9 +212,11 @@ def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, mon
         train.main(
             [
                 *("--steps", "1", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16"),
-                *("--eval-prompts", "1", "--runs-dir", str(tmp_path), "--name", "x", "--reward-weight", "format=0.3"),
+                *("--eval-prompts", "1", "--runs-dir", str(tmp_path), "--name", "x"),
+                *("--reward-weight", f"format={weight}"),
             ]
         )
+    assert (returns[0].min() < 0) == (weight < 0)
     advantages = seen[0].advantages.view(4, 4)
     assert seen[0].advantages.shape == (16, 1)
     assert advantages.dtype == torch.float32
@@ -226,9 +229,23 @@ def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, mon
             "experiment_base": [(value - mean) / (std + STD_EPS) for value in group],
             "experiment_drgrpo": [value - mean for value in group],
             "experiment_rloo": [value - other for value, other in zip(group, others, strict=True)],
-            "experiment_maxrl": [(value - mean) / max(mean, STD_EPS) for value in group],
+            "experiment_maxrl": [(value - mean) / max(mean - min(0, *group), STD_EPS) for value in group],
         }
         assert found == pytest.approx(expected[experiment], abs=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [2, 8, 64])
+def test_no_group_of_maxrl_is_divided_by_a_mean_of_nearly_0(group_size):
+    """Means below 0, and means of 0 where signs cancel; rewards of -1 and 1 are 0 and 1, measured from the lowest."""
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(500, group_size, generator=generator, dtype=torch.float64) * 3 - 1
+    returns[:100] -= returns[:100].mean(dim=1, keepdim=True)
+    advantages = group_advantages(returns) / success_rate(returns)
+    assert advantages.abs().max() <= group_size - 1 + 1e-9
+    assert (advantages[:100] / (returns[:100] / -returns[:100].amin(dim=1, keepdim=True)) - 1).abs().max() < 1e-9
+    right = (returns > 1).double()
+    expected, found = (group_advantages(x) / success_rate(x) for x in (right, 2 * right - 1))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 def test_standard_deviation_is_the_unbiased_one():

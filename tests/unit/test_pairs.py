@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from common.errors import UserError
 from common.preferences import preference_metrics
@@ -20,7 +21,8 @@ def load(tmp_path, tokenizer):
     """The pairs of some rows, the first of which is also the held-out one."""
     judge = SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
 
-    def load(*rows: dict, **settings):
+    def load(*rows: dict, context: int = 1024, **settings):
+        judge.model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=context))
         for name, some in (("pairs", rows), ("held_out", (ROW,))):
             text = "".join(json.dumps(row) + "\n" for row in some)
             (tmp_path / f"{name}.jsonl").write_text(text)
@@ -68,9 +70,11 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(load, capsys):
     rows = [ROW | {"rejected": " "}, ROW | {"rejected": ROW["chosen"]}, ROW | {"score_chosen": 1, "score_rejected": 1}]
     pairs = load(ROW, *rows, ROW | {"chosen": long}, ROW | {"chosen": ""}, ROW | {"score_chosen": 2})
     assert len(pairs) == 2
+    assert len(load(ROW, ROW | {"chosen": long}, max_length=1024, context=64)) == 1
     said = capsys.readouterr().out
     for sentence in ("2 of 7 pairs left out: an empty answer (the first: ", "1 of 7 pairs left out: two equal answers",
-                     "pairs.jsonl:4", "a tie", "more than --max-length 64 tokens (the first: "):  # fmt: skip
+                     "pairs.jsonl:4", "a tie", "more than --max-length 64 tokens (the first: ",
+                     "1 of 2 pairs left out: more than the model's context of 64 tokens (the first: "):  # fmt: skip
         assert sentence in said
 
 

@@ -4,14 +4,17 @@ import math
 
 import pytest
 import torch
+from run_files import metrics_of
 
 from common.advantages import STD_EPS, explained_variance, final_rewards, generalized_advantages, whiten
 from common.critic import ActorCritic, token_values
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import clipped_value_loss
+from common.policy import Policy
 from common.sampling import sample
 
+from harness.models.loading import check_computation
 from harness.models.saving import load_weights, save_policy
 
 MASK = torch.tensor(
@@ -133,6 +136,22 @@ def test_explained_variance_is_about_action_tokens():
     assert explained_variance(VALUES, torch.ones(len(MASK), 1), MASK) == 0
 
 
+@pytest.mark.parametrize(("gamma", "gae_lambda"), DISCOUNTS)
+def test_a_run_with_a_perfect_critic_explains_everything(train, tmp_path, monkeypatch, gamma, gae_lambda):
+    """Whose values are the discounted return that is left, here of rewards of 0, 1, ... for the rows."""
+
+    def perfect(policy, experience, micro_batch_size):
+        left = experience.action_mask.flip(1).cumsum(dim=1).flip(1) - 1  # action tokens that follow
+        return gamma ** left.clamp(min=0) * torch.arange(len(left))[:, None] * experience.action_mask
+
+    monkeypatch.setattr(train, "token_values", perfect)
+    monkeypatch.setattr(train, "final_rewards", lambda _, mask: final_rewards(torch.arange(len(mask)) + 0.0, mask))
+    flags = f"--steps 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 12 --eval-prompts 1 --gamma {gamma}"
+    train.main([*flags.split(), "--gae-lambda", f"{gae_lambda}", "--runs-dir", str(tmp_path), "--name", "x"])
+    step = metrics_of(tmp_path / "experiment_ppo" / "x")[1]
+    assert step["critic/explained_variance"] == pytest.approx(1, abs=1e-6)
+
+
 # The critic -----------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +212,33 @@ def test_packing_changes_no_value(make_policy):
     policy.packing = None
     torch.testing.assert_close(token_values(policy, experience, 8), packed, atol=1e-5, rtol=0)
     assert packed.any()
+
+
+def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, capsys):
+    """StableLM's attention does not know the borders of packed rows: packed, every gradient was NaN."""
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = StableLmForCausalLM(
+            StableLmConfig(vocab_size=24, intermediate_size=64, initializer_range=0.3, eos_token_id=2, **sizes)
+        )
+    plain = Policy(model, None, [2], pad_id=0)
+    check_computation(plain)
+    assert "rows are padded, not packed" in capsys.readouterr().out
+    policy = teach(ActorCritic(plain))
+    experience = with_values(policy, rows_of(plain))
+    sequences, mask = experience.sequences, experience.action_mask
+    with torch.no_grad():
+        scores = model(sequences).logits[:, :-1].log_softmax(dim=-1).gather(-1, sequences[:, 1:, None])[..., 0]
+        values = policy.critic["head"](model.model(sequences).last_hidden_state[:, :-1])[..., 0]
+        found = policy(sequences, mask)
+    torch.testing.assert_close(found.log_probs, scores * mask, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.values, values * mask, atol=1e-5, rtol=0)
+    gradient = gradient_of_update(train, update, policy, experience)
+    assert gradient.isfinite().all()
+    assert gradient.norm() > 0.01
 
 
 def test_actor_and_critic_share_no_gradient(make_policy):
