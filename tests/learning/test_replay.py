@@ -30,7 +30,7 @@ EXPERIMENTS = sorted(path.parent.name.removeprefix("experiment_") for path in RO
 # A run gets the flags that its experiment has. Of two groups, samples.jsonl has all rows
 FLAGS = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 24, "epochs_per_step": 2, "minibatch_size": 4}
 FLAGS |= {"micro_batch_size": 3, "temperature": 1.3, "lr": 3e-5, "weight_decay": 2.0, "max_grad_norm": 0.1, "steps": 2}
-FLAGS |= {"clip_eps": 0.03, "kl_weight": 0.1, "lr_schedule": "cosine", "seed": 8, "max_prompts": 192, "epochs": None}
+FLAGS |= {"clip_eps": 0.03, "kl_weight": 1.0, "lr_schedule": "cosine", "seed": 8, "max_prompts": 192, "epochs": None}
 FLAGS |= {"pairs_per_step": 2, "max_pairs": 2, "eval_prompts": 1, "eval_every": 0, "checkpoint_every": 0, "name": "x"}
 FLAGS_OF = {
     "reinforce": {"lr": 1e-5},
@@ -48,11 +48,19 @@ FLAGS_OF = {
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
 }
 RESUMED = {"base", "ppo"}  # after the first step
+GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
 FORMULA = {name.removeprefix("experiment_"): formulas[0][0] for name, formulas in FORMULAS.items()}
 # DAPO's with a symmetric clip, and CISPO's at a ratio of 1, with rows in place of tokens
 FORMULA |= {"distill": "dapo", "reinforce": "cispo"}
+ADVANTAGE = {  # of a return in a group; `baseline`: the running mean
+    "reinforce": lambda reward, group, baseline: reward - baseline,
+    "drgrpo": lambda reward, group, baseline: reward - fmean(group),
+    "rloo": lambda reward, group, baseline: reward - (sum(group) - reward) / (len(group) - 1),
+    "maxrl": lambda reward, group, baseline: (reward - fmean(group)) / fmean(group),
+    "others": lambda reward, group, baseline: (reward - fmean(group)) / (stdev(group) + 1e-4),
+}
 
 
 def conversation(prompt: str, answer: str) -> list[dict]:
@@ -76,7 +84,7 @@ def test_two_steps_are_those_of_slow_loops(name, tmp_path, load_script, stand_in
     command = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items() if value is not None]
     directory = tmp_path / f"experiment_{name}" / "x"
     if name in RESUMED:
-        train.main([*command, "--steps=1"])
+        train.main([*command, "--steps=1", "--checkpoint-every=1"])
         command = [f"--resume={directory}", "--steps=2"]
     train.main(command)
     replay = Replay(name, directory)
@@ -94,8 +102,8 @@ class Replay:
         self.tokenizer, self.model = AutoTokenizer.from_pretrained(path), read_plain(path)
         if name == "reward_model":
             self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
-            torch.manual_seed(self.config["seed"])
-            nn.init.normal_(self.model.score.weight, std=0.02)
+            generator = torch.Generator().manual_seed(self.config["seed"])
+            nn.init.normal_(self.model.score.weight, std=0.02, generator=generator)
         self.trained = {"model": self.model}
         if name == "ppo":
             head = nn.Linear(self.model.config.hidden_size, 1)
@@ -111,12 +119,13 @@ class Replay:
         self.baseline = 0.0
 
     def check_metrics(self, step: int) -> None:
-        of_step = {"sft": self.learn_conversations, "dpo": self.learn_pairs, "reward_model": self.learn_pairs}
-        expected = of_step.get(self.name, self.learn_samples)(step)
-        expected["lr"] = self.config["lr"] * self.share_of_rate(step)
+        expected = (self.learn_given if self.name in GIVEN else self.learn_samples)(step)
         (found,) = (row for row in rows_of(self.directory) if row["step"] == step and "loss/total" in row)
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert found["lr"] == pytest.approx(self.config["lr"] * self.share_of_rate(step))
+        # the flags reach every limit
         assert step == 2 or all(found[key] for key in ("policy/clipped", "policy/capped") if key in found)
+        assert self.name != "dapo" or found["sampling/groups"] > FLAGS["prompts_per_step"]
 
     def check_weights(self) -> None:
         for name, module in self.trained.items():
@@ -167,22 +176,21 @@ class Replay:
 
     # Steps, which return metrics
 
+    def learn_given(self, step: int) -> dict[str, float]:
+        """From all conversations or pairs at once."""
+        pairs = [[self.encode(messages) for messages in pair] for pair in PAIRS]
+        if self.name == "sft":
+            loss, metrics = -torch.cat([self.log_probs(self.model, chosen) for chosen, _ in pairs]).mean(), {}
+        else:
+            margins = torch.stack([self.score(chosen) - self.score(rejected) for chosen, rejected in pairs])
+            loss, metrics = (1 + (-margins).exp()).log().mean(), {"preference/margin": margins.mean().item()}
+        return metrics | {"loss/total": loss.item(), "loss/grad_norm": self.update(step, loss)}
+
     def encode(self, messages: list[dict]) -> dict:
         ids = self.tokenizer.apply_chat_template(messages, return_dict=False)
         start = len(self.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False))
         end = len(ids) - ids[::-1].index(self.tokenizer.eos_token_id)
         return {"ids": ids, "action_mask": [int(start <= t < end) for t in range(len(ids))]}
-
-    def learn_conversations(self, step: int) -> dict[str, float]:
-        loss = -torch.cat([self.log_probs(self.model, self.encode(chosen)) for chosen, _ in PAIRS]).mean()
-        return {"loss/total": loss.item(), "loss/grad_norm": self.update(step, loss)}
-
-    def learn_pairs(self, step: int) -> dict[str, float]:
-        scores = [[self.score(self.encode(messages)) for messages in pair] for pair in PAIRS]
-        margins = torch.stack([chosen - rejected for chosen, rejected in scores])
-        loss = (1 + (-margins).exp()).log().mean()
-        metrics = {"loss/total": loss.item(), "preference/margin": margins.mean().item()}
-        return metrics | {"loss/grad_norm": self.update(step, loss)}
 
     def score(self, row: dict) -> torch.Tensor:
         if self.name == "reward_model":
@@ -197,9 +205,12 @@ class Replay:
         self.add_advantages(rows)
         minibatches: dict[tuple[int, int], list] = {}
         for row in rows:
+            epochs = [update["epoch"] for update in row["updates"]]
+            assert self.name == "reinforce" or epochs == [*range(self.config["epochs_per_step"])]
             for update in row["updates"]:
                 minibatches.setdefault((update["epoch"], update["minibatch"]), []).append((row, update))
-        losses, norms = zip(*(self.learn(step, minibatches[key], len(rows)) for key in sorted(minibatches)), strict=True)
+        updates = [self.learn(step, minibatches[place], len(rows)) for place in sorted(minibatches)]
+        losses, norms = zip(*updates, strict=True)
         return {"loss/total": fmean(losses), "loss/grad_norm": fmean(norms)}
 
     @torch.no_grad()
@@ -231,10 +242,8 @@ class Replay:
             returns = [row["rewards"]["correct"] - max(0, x / buffer) for row, x in zip(rows, excess, strict=True)]
         for index, (row, reward) in enumerate(zip(rows, returns, strict=True)):
             group = returns[index // size * size :][:size]
-            centred = reward - fmean(group)
-            by_name = {"reinforce": reward - self.baseline, "rloo": reward - (sum(group) - reward) / (size - 1)}
-            by_name |= {"drgrpo": centred, "maxrl": centred / fmean(group)} if self.name != "dapo" else {}
-            row["advantages"] = [by_name.get(self.name, centred / (stdev(group) + 1e-4))] * len(places(row))
+            advantage = ADVANTAGE.get(self.name, ADVANTAGE["others"])(reward, group, self.baseline)
+            row["advantages"] = [advantage] * len(places(row))
             if self.name == "distill":
                 row["advantages"] = [teacher - old for teacher, old in zip(row["other"], row["old"], strict=True)]
             if self.name == "ppo":
@@ -253,12 +262,11 @@ class Replay:
 
     def learn(self, step: int, minibatch: list[tuple[dict, dict]], num_rows: int) -> tuple[float, float]:
         """One update; returns the loss and the norm of its gradient."""
-        config, is_reinforce = self.config, self.name == "reinforce"
-        settings = {name: config[name] for name in ("clip_eps", "clip_eps_high", "ratio_cap") if name in config}
-        settings |= {"kl_weight": config.get("kl_weight", 0.0), "budget": config["max_new_tokens"]}
+        config, is_reinforce, total, loss = self.config, self.name == "reinforce", 0.0, torch.zeros(())
         num_tokens = num_rows if is_reinforce else sum(len(places(row)) for row, _ in minibatch)
-        settings |= {"num_rows": len(minibatch), "num_tokens": num_tokens}
-        total, loss = 0.0, torch.zeros(())
+        settings = {"num_rows": len(minibatch), "num_tokens": num_tokens, "budget": config["max_new_tokens"]}
+        settings |= {"kl_weight": config.get("kl_weight", 0.0)}
+        settings |= {name: config[name] for name in ("clip_eps", "clip_eps_high", "ratio_cap") if name in config}
         for row, update in minibatch:
             log_probs, count = self.log_probs(self.model, row), len(places(row))
             old = None if is_reinforce else row["old"]
@@ -268,8 +276,7 @@ class Replay:
             expected = {"terms": terms, "push": pushes}
             if self.name == "ppo":
                 losses = slow_value_losses(self.values(row), row["values"], row["targets"], config["value_clip"])
-                expected["critic/loss"] = [float(value) for value in losses]
-                loss = loss + sum(losses) / count / len(minibatch)
+                expected["critic/loss"], loss = losses.tolist(), loss + losses.mean() / len(minibatch)
             logged = {"action_mask": row["action_mask"]} | update
             assert actions(logged, "log_probs") == pytest.approx(log_probs.tolist(), abs=5e-4)
             for name, values in expected.items():
@@ -286,12 +293,12 @@ def slow_gae(reward: float, values: list[float], gamma: float, gae_lambda: float
     return advantages
 
 
-def slow_value_losses(values: torch.Tensor, old: list[float], targets: list[float], clip: float) -> list:
+def slow_value_losses(values: torch.Tensor, old: list[float], targets: list[float], clip: float) -> torch.Tensor:
     losses = []
     for value, before, target in zip(values, old, targets, strict=True):
-        limited = before + min(max(value - before, -clip), clip)
+        limited = before + min(max(value - before, values.new_tensor(-clip)), values.new_tensor(clip))
         losses.append(max((value - target) ** 2, (limited - target) ** 2) / 2)
-    return losses
+    return torch.stack(losses)
 
 
 def places(row: dict) -> list[int]:
