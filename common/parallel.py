@@ -1,6 +1,6 @@
 """Processes that train together. Each is called a rank; a process that runs alone is rank 0 of 1."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -66,6 +66,17 @@ def gather_all(value: T) -> list[T]:
     values: list = [None] * world_size()
     distributed.all_gather_object(values, value)
     return values
+
+
+def once_for_rows(function: Callable[[], T]) -> T:
+    """The result of a function for this rank's rows, called by the first of the ranks that have the same rows.
+
+    They must agree on it even if it is random, and a reward that costs money is paid once.
+    """
+    if _tensor_size == 1:
+        return function()
+    first = rank() - rank() % _tensor_size
+    return gather_all(function() if rank() == first else None)[first]
 
 
 def gather_rows(rows: list[T]) -> list[T]:
