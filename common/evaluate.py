@@ -57,8 +57,8 @@ def evaluate(
     The questions are divided among the ranks, and every rank gets the whole evaluation.
 
     Args:
-        task: has `messages` and `describe`, as in a task's file, and `reward_all(rows, texts, trajectories)`, which
-            returns one dictionary of reward components per completion.
+        task: has the functions of a task's file, `messages`, `reward` and `describe`; `reward_all`, if it has that,
+            rewards all completions at once.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: text that every completion is forced to begin with, e.g. "<think>".
         converse: answers in several turns instead of one, and rewards the answers. It is called with all rows, the
@@ -127,7 +127,10 @@ def ask_once(
     completions = sampler(policy, prompts, group_size, prompt_index=own, **settings)
     asked = [rows[completion.prompt_index] for completion in completions]
     texts = [decode(policy.tokenizer, [*forced, *completion.completion_ids]) for completion in completions]
-    rewards = task.reward_all(asked, texts, completions)
+    if hasattr(task, "reward_all"):
+        rewards = task.reward_all(asked, texts, completions)
+    else:  # a task's file by itself
+        rewards = [task.reward(row, text) for row, text in zip(asked, texts, strict=True)]
     for completion, row, text, earned in zip(completions, asked, texts, rewards, strict=True):
         completion.text = text
         completion.rewards = earned

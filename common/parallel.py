@@ -68,14 +68,14 @@ def gather_all(value: T) -> list[T]:
     return values
 
 
-def once_for_rows(function: Callable[[], T]) -> T:
-    """The result of a function for this rank's rows, called by the first of the ranks that have the same rows.
+def call_once(function: Callable[[], T], for_all: bool = False) -> T:
+    """The result of a function, called by the first of the ranks that have the same rows, or with `for_all` of all.
 
-    They must agree on it even if it is random, and a reward that costs money is paid once.
+    They agree on it even if it is random, and what costs money is paid once.
     """
-    if _tensor_size == 1:
+    first = 0 if for_all else rank() - rank() % _tensor_size
+    if world_size() == 1 or (_tensor_size == 1 and not for_all):
         return function()
-    first = rank() - rank() % _tensor_size
     return gather_all(function() if rank() == first else None)[first]
 
 

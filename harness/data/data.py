@@ -21,9 +21,11 @@ INVENTED = (
     "",
     "ANSWER",
     "<think>\nfirst 1 + 2 = 3\n</think>\n<answer>\nANSWER\n</answer>",
-    "The answer is \\boxed{42}.",
+    "The answer is $\\boxed{ANSWER}$.",
     "<think>" + "but wait, " * 40,
-    "ANSWER 3.5",
+    "3 * 4 = 12\n#### ANSWER",
+    "<answer>ANSWER</answer>",
+    '```json\n{"answer": "ANSWER"}\n```',
 )
 
 
@@ -93,7 +95,7 @@ def _try_functions(config: RunConfig, task: Task) -> None:
     count = min(max(2, -(-len(INVENTED) // group_size)), len(task.train_rows))  # of groups
     rows = [task.train_rows[index * len(task.train_rows) // count] for index in range(count)]
     rows = [row for row in rows for _ in range(group_size)]
-    answers = [task.solution(row) or str(row.get("answer")) for row in rows]
+    answers = [str(task.right_answer(row)) for row in rows]
     texts = [INVENTED[index % len(INVENTED)].replace("ANSWER", answer) for index, answer in enumerate(answers)]
     functions.check([task.messages(row, task.asked_with) for row in rows], rows, texts)
 

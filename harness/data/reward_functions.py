@@ -1,8 +1,8 @@
 """`--reward-functions`: rewards in the form of TRL, `f(prompts, completions, **columns) -> list[float]`, in a file.
 
-A function is called once for many completions. It gets what it names of: `prompts` and `completions`, as messages, or as
-texts if it reads no messages; `completion_ids`; `trainer_state` with `global_step` (completed steps) and `max_steps`;
-`log_extra` and `log_metric`; the fields of the data. With `**columns` it gets all of them.
+A function is called once for many completions. It gets what it names of `prompts` and `completions` (as messages, or as
+texts if it reads no messages), `completion_ids`, `trainer_state` with `global_step` (completed steps) and `max_steps`,
+`log_extra`, `log_metric`, and the fields of the data. With `**columns` it gets all of them.
 """
 
 import asyncio
@@ -88,11 +88,11 @@ class RewardFunctions:
                     f"{printable(', '.join(given), 200)}: rename the parameter or the field of the data, give it a "
                     "default, or leave the function out (REWARDS = [...] in the file lists the others)"
                 )
-        self.score(prompts, rows, texts, [[*text.encode()] for text in texts])
+            self._call(name, Batch(prompts, rows, texts, [[*text.encode()] for text in texts]), is_trial=True)
 
     def score(
         self, prompts: list[list[dict]], rows: list[Row], texts: list[str], ids: list[list[int]]
-    ) -> tuple[list[dict[str, float]], Logged]:
+    ) -> list[tuple[dict[str, float], dict[str, object]]]:
         """The components of each completion, and what the functions have logged about it: in order, and by name.
 
         A component that is None does not apply, and is left out, as in TRL. A TaskError names the function and the row.
@@ -104,10 +104,13 @@ class RewardFunctions:
             for index, value in enumerate(values):
                 rewards[index] |= {} if value is None else {name: value}
                 logged[index] |= entries[index]
-        return rewards, logged
+        return list(zip(rewards, logged, strict=True))
 
-    def _call(self, name: str, batch: Batch) -> tuple[list[float | None], Logged]:
-        """Call a function with messages, or, if it opens none of them and works with texts, with texts from now on."""
+    def _call(self, name: str, batch: Batch, is_trial: bool = False) -> tuple[list[float | None], Logged]:
+        """Call a function with messages, or with texts from now on, if it opens no message and works with texts.
+
+        If it does not even look at a conversation (or catches the error of looking), a trial compares both forms.
+        """
         form, found, fault = self._forms.get(name), None, None
         seen: set[str] = set()
         try:
@@ -116,11 +119,13 @@ class RewardFunctions:
             fault = first
         if form is None and "message" in seen:
             self._forms[name] = "messages"
-        elif form is None and (fault or seen):
+        elif form is None and (fault or seen or is_trial):
             try:
-                found, fault = self._run(name, batch, "texts"), None
-                self._forms[name] = "texts"
-                say(f"{self._flag}: {name} does not read messages, and gets prompts and completions as texts")
+                of_texts = self._run(name, batch, "texts")
+                if fault or seen or of_texts[0] != found[0]:
+                    found, fault = of_texts, None
+                    self._forms[name] = "texts"
+                    say(f"{self._flag}: {name} does not read messages, and gets prompts and completions as texts")
             except _FaultError as second:
                 if fault and fault.problem != second.problem:
                     fault.problem += f"; with texts instead of messages it {second.problem}"
@@ -272,8 +277,8 @@ def _watcher(seen: set[str]) -> Callable[[Iterable[dict]], list[dict]]:
     looking = noting("conversation", list, look)
     opening = noting("message", dict, "__getitem__ __contains__ __iter__ keys values items get pop copy")
     opening |= noting("conversation", dict, "__repr__")  # str(conversation) shows a message, and reads nothing of it
-    message = type("Message", (dict,), opening | {"__reduce_ex__": reduce})
-    conversation = type("Conversation", (list,), looking | {"__reduce_ex__": reduce})
+    message = type("dict", (dict,), opening | {"__reduce_ex__": reduce})
+    conversation = type("list", (list,), looking | {"__reduce_ex__": reduce})
     return lambda messages: conversation(map(message, messages))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.environment import OUTCOMES
 from common.errors import UserError
-from common.parallel import once_for_rows
+from common.parallel import call_once, gather, gather_rows, part_of
 from common.trajectory import Trajectory
 
 from harness.base.checks import is_finite, local_path, parse_numbers
@@ -119,7 +119,7 @@ class Task:
         together = self.reward_together(rows, texts, completions)
         found = [rewards | more for rewards, more in zip(own, together, strict=True)]
         unpaid = [row for row, rewards in zip(rows, found, strict=True) if not any(map(self.weights.get, rewards))]
-        if unpaid and not self._has_unpaid:
+        if self.functions is not None and unpaid and not self._has_unpaid:
             self._has_unpaid = True
             say(f"{self}: every reward of {unpaid[0].place} that has a weight is None, and counts as 0", sys.stderr)
         return found
@@ -132,25 +132,33 @@ class Task:
         The functions see what the policy was asked; the judge sees no system turn, which is meant for the policy. A
         component that does not apply to a completion is left out.
         """
-        ids = [completion.completion_ids for completion in completions]
-        rewards, logged = once_for_rows(lambda: self._score_together(rows, texts, ids))
-        for completion, entries in zip(completions, logged, strict=True):
-            completion.logged = entries
+        rewards: list[dict[str, float]] = [{} for _ in rows]
+        if self.judge is not None:
+            asked = [self.messages(row) for row in rows]
+            scores = call_once(lambda: self.judge.score(asked, texts) if rows else [])
+            rewards = [{PREFERENCE: score} for score in scores]
+        if self.functions is not None:
+            found = self._call_functions(rows, texts, completions)
+            rewards = [one | other for one, other in zip(rewards, found, strict=True)]
         return rewards
 
-    def _score_together(
-        self, rows: list[Row], texts: list[str], ids: list[list[int]]
-    ) -> tuple[list[dict[str, float]], list[dict[str, object]]]:
-        rewards: list[dict[str, float]] = [{} for _ in rows]
-        logged: list[dict[str, object]] = [{} for _ in rows]
-        if rows and self.judge is not None:
-            scores = self.judge.score([self.messages(row) for row in rows], texts)
-            rewards = [{PREFERENCE: score} for score in scores]
-        if rows and self.functions is not None:
-            prompts = [self.messages(row, self.asked_with) for row in rows]
-            found, logged = self.functions.score(prompts, rows, texts, ids)
-            rewards = [one | other for one, other in zip(rewards, found, strict=True)]
-        return rewards, logged
+    def _call_functions(self, rows: list[Row], texts: list[str], completions: list[Trajectory]) -> list[dict]:
+        """The values of the reward functions; if a group is divided among ranks, they get the groups of all ranks."""
+        given = list(zip(rows, texts, [completion.completion_ids for completion in completions], strict=True))
+        is_divided = any(gather(bool(completions) and completions[0].completion_index > 0))
+        given = gather_rows(given) if is_divided else given
+
+        def call() -> list[tuple[dict[str, float], dict[str, object]]]:
+            if not given:
+                return []
+            asked, said, ids = map(list, zip(*given, strict=True))
+            return self.functions.score([self.messages(row, self.asked_with) for row in asked], asked, said, ids)
+
+        found = call_once(call, for_all=is_divided)
+        own = [found[index] for index in part_of(len(found))] if is_divided else found
+        for completion, (_, logged) in zip(completions, own, strict=True):
+            completion.logged = logged
+        return [values for values, _ in own]
 
     def note(self) -> str | None:
         """A message for the user before a run, if the task defines `note`."""
