@@ -28,7 +28,7 @@ Logged = list[dict[str, object]]
 ANSWERS = {"completions", "completion_ids"}  # a function with one of these parameters is a reward
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NOT_COLUMNS = {"prompt", "completion", *GIVEN}  # of the data
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ANY = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Parameters of functions of other forms, e.g. verl's compute_score(data_source, solution_str, ground_truth, extra_info)
 _TEXTS = {"solution_str", "response", "completion", "output", "text", "prediction", "answer_text"}
 _GOLDS = {"ground_truth", "gold", "answer", "solution", "label", "target", "reference", "expected"}
@@ -117,18 +117,21 @@ class RewardFunctions:
             found = self._run(name, batch, form, seen)
         except _FaultError as first:
             fault = first
+        other = "messages" if form == "texts" else "texts"
         if form is None and "message" in seen:
             self._forms[name] = "messages"
-        elif form is None and (fault or seen or is_trial):
+        elif form != "messages" and (fault or (form is None and (seen or is_trial))):
             try:
-                of_texts = self._run(name, batch, "texts")
-                if fault or seen or of_texts[0] != found[0]:
-                    found, fault = of_texts, None
-                    self._forms[name] = "texts"
-                    say(f"{self._flag}: {name} does not read messages, and gets prompts and completions as texts")
+                again = self._run(name, batch, other)
+                if fault or seen or again[0] != found[0]:
+                    found, fault = again, None
+                    self._forms[name] = other
+                    say(
+                        f"{self._flag}: {name} gets prompts and completions as {other}, because it reads no {form or 'messages'}"
+                    )
             except _FaultError as second:
                 if fault and fault.problem != second.problem:
-                    fault.problem += f"; with texts instead of messages it {second.problem}"
+                    fault.problem += f"; with {other} it {second.problem}"
         if fault:
             try:
                 for single in zip(*batch, strict=True) if fault.row is None else ():  # which row is it?
@@ -235,6 +238,7 @@ class RewardFunctions:
         name, parameters = max(own.items(), key=lambda item: len((_TEXTS | _GOLDS) & item[1].keys()))
         values = {key: 'c[0]["content"]' if key in _TEXTS else "a" if key in _GOLDS else "None" for key in parameters}
         call = ", ".join(f"{key}={value}" for key, value in values.items() if parameters[key].kind not in _ANY)
+        call = call if _TEXTS & parameters.keys() else 'c[0]["content"], a'
         forms = ", ".join(f"{key}({', '.join(found)})" for key, found in own.items())
         return (
             f", but {printable(forms, 200)}; two more lines can adapt it:\n"
@@ -293,7 +297,8 @@ def _parameters(function: object, module: ModuleType) -> dict[str, inspect.Param
             return {}
         if ANSWERS & parameters.keys():
             return parameters
-        if inner is function and not all(one.kind in _ANY for one in parameters.values()):
+        kinds = {one.kind for one in parameters.values()}
+        if inner is function and not (inspect.Parameter.VAR_KEYWORD in kinds and kinds <= _ANY):
             return {}
     codes = _codes(function.__code__) if inspect.isfunction(function) else ()
     return (
@@ -328,7 +333,7 @@ def _parts(function: Function, module: ModuleType) -> Iterator[object]:
         if function.__globals__ is names:
             held += [names[name] for code in _codes(function.__code__) for name in code.co_names if name in names]
     elif type(function).__module__ == module.__name__:
-        held += [type(function), *vars(function).values()]
+        held += [type(function), *getattr(function, "__dict__", {}).values()]
     for item in held:
         if isinstance(item, type) and item.__module__ == module.__name__:
             yield from vars(item).values()

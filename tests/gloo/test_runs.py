@@ -77,7 +77,7 @@ A_TOOL = '''def tripled(number: int) -> str:
     """
     return str(3 * number)
 '''
-A_REWARD = "def place_in_group(completion_ids): return [index % 6 for index in range(len(completion_ids))]"
+A_REWARD = "def place(prompts, completion_ids): return [prompts[:at].count(asked) for at, asked in enumerate(prompts)]"
 
 
 def train(script: ModuleType, flags: str, url: str) -> None:

@@ -162,7 +162,7 @@ def test_the_form_can_be_found_in_a_later_batch(read):
          r"f of rows\.jsonl:2 raised ZeroDivisionError: division by zero \(line 2 of rewards\.py\)$"),
         ("return kwargs['solution']", r"f of rows\.jsonl:1 raised KeyError: 'solution' \(line 2 of rewards\.py\)$"),
         ("return [c.strip() / 2 for c in completions]",
-         r"'list' object has no attribute 'strip' .* with texts instead of messages it raised TypeError"),
+         r"'list' object has no attribute 'strip' .* with texts it raised TypeError"),
     ],
 )  # fmt: skip
 def test_a_faulty_function_is_named_with_its_row_and_reason(read, body, sentence):
