@@ -65,7 +65,7 @@ class RewardFunctions:
         self._module = import_file(path.resolve(), "reward-functions", name)[0]
         self._functions = self._listed() if hasattr(self._module, "REWARDS") else self._found()
         self._parameters = {
-            name: _parameters(function, self._module) or dict(inspect.signature(function).parameters)
+            name: _parameters(function, self._module) or _signature(function)
             for name, function in self._functions.items()
         }
         self._forms: dict[str, str] = {}  # "messages" or "texts": what a function reads, as soon as it is known
@@ -126,9 +126,8 @@ class RewardFunctions:
                 if fault or seen or again[0] != found[0]:
                     found, fault = again, None
                     self._forms[name] = other
-                    say(
-                        f"{self._flag}: {name} gets prompts and completions as {other}, because it reads no {form or 'messages'}"
-                    )
+                    form = form or "messages"
+                    say(f"{self._flag}: {name} gets prompts and completions as {other}: it cannot read {form}")
             except _FaultError as second:
                 if fault and fault.problem != second.problem:
                     fault.problem += f"; with {other} it {second.problem}"
@@ -136,8 +135,8 @@ class RewardFunctions:
             try:
                 for single in zip(*batch, strict=True) if fault.row is None else ():  # which row is it?
                     self._run(name, Batch(*([entry] for entry in single)), form)
-            except _FaultError as again:
-                fault.row = again.row or single[1]
+            except _FaultError as of_single:
+                fault.row = of_single.row or single[1]
             place = (fault.row or batch.rows[0]).place
             raise TaskError(f"{self._flag}: {printable(name, 60)} of {place} {fault.problem}") from fault
         return found
@@ -216,7 +215,7 @@ class RewardFunctions:
             is_new = all(function is not other for other in found.values())
             if not name.startswith("_") and is_new and _parameters(function, self._module):
                 found[name] = function
-        callers = {key: name for name, function in found.items() for key in _reached(function, self._module)}
+        callers = {id(part): name for name, function in found.items() for part in _reached(function, self._module)}
         helpers = {name: callers[id(function)] for name, function in found.items() if id(function) in callers}
         rewards = {name: function for name, function in found.items() if name not in helpers} or found
         if not rewards:
@@ -229,7 +228,7 @@ class RewardFunctions:
     def _others(self) -> str:
         """What a file without a reward has, and the two lines that make one of a function of another form."""
         own = {
-            name: dict(inspect.signature(function).parameters)
+            name: _signature(function)
             for name, function in vars(self._module).items()
             if inspect.isfunction(function) and function.__globals__ is vars(self._module)
         }
@@ -290,36 +289,37 @@ def _parameters(function: object, module: ModuleType) -> dict[str, inspect.Param
     """The parameters of a reward, or of the one in a wrapper; empty if a value of the module is no reward."""
     if not callable(function) or isinstance(function, type):
         return {}
-    for inner in [function, *_reached(function, module).values()]:
-        try:
-            parameters = dict(inspect.signature(inner).parameters)
-        except (TypeError, ValueError):  # it has no signature
-            return {}
-        if ANSWERS & parameters.keys():
-            return parameters
-        kinds = {one.kind for one in parameters.values()}
-        if inner is function and not (inspect.Parameter.VAR_KEYWORD in kinds and kinds <= _ANY):
-            return {}
+    parameters = _signature(function)
+    if ANSWERS & parameters.keys():
+        return parameters
+    kinds = {one.kind for one in parameters.values()}
+    if not (inspect.Parameter.VAR_KEYWORD in kinds and kinds <= _ANY):
+        return {}
+    held = map(_signature, _reached(function, module, by_name=False))
+    if wrapped := next((inner for inner in held if ANSWERS & inner.keys()), None):
+        return wrapped
     codes = _codes(function.__code__) if inspect.isfunction(function) else ()
-    return (
-        parameters if ANSWERS & {value for code in codes for value in code.co_consts if isinstance(value, str)} else {}
-    )
+    return parameters if any(answer in code.co_consts for code in codes for answer in ANSWERS) else {}
 
 
-def _reached(function: Function, module: ModuleType) -> dict[int, Function]:
-    """What a function of the module wraps, holds or calls, and what these do in turn, by id."""
-    found: dict[int, Function] = {}
-    todo = [function]
-    while todo:
-        for part in _parts(todo.pop(), module):
-            is_called = callable(part) and not isinstance(part, type) and part is not function
-            if is_called and id(part) not in found:
-                found[id(part)] = part
-                todo.append(part)
-    return found
+def _signature(function: Function) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # it has none
+        return {}
 
 
-def _parts(function: Function, module: ModuleType) -> Iterator[object]:
+def _reached(function: Function, module: ModuleType, by_name: bool = True) -> list[Function]:
+    """What a function of the module wraps or holds, or calls by its name, and what these do in turn."""
+    found = [function]
+    for reached in found:  # which grows
+        for part in _parts(reached, module, by_name):
+            if callable(part) and not isinstance(part, type) and all(part is not other for other in found):
+                found.append(part)
+    return found[1:]
+
+
+def _parts(function: Function, module: ModuleType, by_name: bool) -> Iterator[object]:
     names, held = vars(module), [getattr(function, "__wrapped__", None)]
     if isinstance(function, functools.partial):
         held += [function.func, *function.args, *function.keywords.values()]
@@ -330,7 +330,7 @@ def _parts(function: Function, module: ModuleType) -> Iterator[object]:
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty one
                 held.append(cell.cell_contents)
-        if function.__globals__ is names:
+        if by_name and function.__globals__ is names:
             held += [names[name] for code in _codes(function.__code__) for name in code.co_names if name in names]
     elif type(function).__module__ == module.__name__:
         held += [type(function), *getattr(function, "__dict__", {}).values()]
