@@ -133,8 +133,8 @@ class Diagnosis:
         if constant and (len(self._rewards) > 1 or not found.keys() & {ALL_EQUAL}):
             named = " and ".join(f"{name} (always {self._mean(f'reward/{name}'):g})" for name in constant)
             found["a reward is constant"] = (
-                f"in the last ten steps every completion got the same value of {named}, which teaches nothing: see in "
-                "samples.jsonl what it was given for, and whether the reward reads what it gets; "
+                f"in the last ten steps every completion got the same value of {named}, which teaches nothing: read "
+                "samples.jsonl: is it earned always or never, or does it read something other than what it gets? "
                 f"--reward-weight {constant[0]}=0 only logs it"
             )
         if (missing := self._mean("sampling/groups_without_signal", 1)) > 0 and config.max_rounds > 1:
