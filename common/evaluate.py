@@ -57,8 +57,8 @@ def evaluate(
     The questions are divided among the ranks, and every rank gets the whole evaluation.
 
     Args:
-        task: has the functions of a task: `messages`, `reward`, `describe`, and optionally `prepare`, which is called
-            first.
+        task: has the functions of a task's file, `messages`, `reward` and `describe`; `reward_all`, if it has that,
+            rewards all completions at once.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: text that every completion is forced to begin with, e.g. "<think>".
         converse: answers in several turns instead of one, and rewards the answers. It is called with all rows, the
@@ -127,11 +127,13 @@ def ask_once(
     completions = sampler(policy, prompts, group_size, prompt_index=own, **settings)
     asked = [rows[completion.prompt_index] for completion in completions]
     texts = [decode(policy.tokenizer, [*forced, *completion.completion_ids]) for completion in completions]
-    if hasattr(task, "prepare"):
-        task.prepare(asked, texts)
-    for completion, row, text in zip(completions, asked, texts, strict=True):
+    if hasattr(task, "reward_all"):
+        rewards = task.reward_all(asked, texts, completions)
+    else:  # a task's file by itself
+        rewards = [task.reward(row, text) for row, text in zip(asked, texts, strict=True)]
+    for completion, row, text, earned in zip(completions, asked, texts, rewards, strict=True):
         completion.text = text
-        completion.rewards = task.reward(row, text)
+        completion.rewards = earned
         completion.description = task.describe(row, text)
     return completions
 
@@ -154,7 +156,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def _means(completions: list[Trajectory]) -> dict[str, float]:
     first = completions[0]
-    means = {f"reward_{name}": mean([x.rewards[name] for x in completions]) for name in first.rewards}
+    means = {f"reward_{name}": mean(values) for name, values in rewards_by_name(completions).items()}
     for name in first.description:
         values = [x.description[name] for x in completions]
         means[name] = mean(values)
@@ -172,6 +174,12 @@ def _means(completions: list[Trajectory]) -> dict[str, float]:
             "stopped": mean([x.finish_reason == "stop" for x in completions]),
         }
     )
+
+
+def rewards_by_name(completions: list[Trajectory]) -> dict[str, list[float]]:
+    """The values of each reward component, of the completions that have it: a reward need not apply to all of them."""
+    names = dict.fromkeys(name for row in completions for name in row.rewards)
+    return {name: [row.rewards[name] for row in completions if name in row.rewards] for name in names}
 
 
 def mean(values: list) -> float:

@@ -1,6 +1,6 @@
 """Processes that train together. Each is called a rank; a process that runs alone is rank 0 of 1."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -66,6 +66,17 @@ def gather_all(value: T) -> list[T]:
     values: list = [None] * world_size()
     distributed.all_gather_object(values, value)
     return values
+
+
+def call_once(function: Callable[[], T], for_all: bool = False) -> T:
+    """The result of a function, called by the first of the ranks that have the same rows, or with `for_all` of all.
+
+    They agree on it even if it is random, and what costs money is paid once.
+    """
+    first = 0 if for_all else rank() - rank() % _tensor_size
+    if world_size() == 1 or (_tensor_size == 1 and not for_all):
+        return function()
+    return gather_all(function() if rank() == first else None)[first]
 
 
 def gather_rows(rows: list[T]) -> list[T]:

@@ -36,6 +36,7 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
     # More measurements, which are only logged: a float of 0 or 1 answers a yes-or-no question, an int counts
     description: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, object] = field(default_factory=dict)  # what reward functions have logged about it, by name
 
     @property
     def completion_ids(self) -> list[int]:

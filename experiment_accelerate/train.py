@@ -99,10 +99,10 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
-        for completion, row, text in zip(trajectories, rows, texts, strict=True):
+        rewards = task.reward_all(rows, texts, trajectories)  # one dictionary per completion, by component
+        for completion, row, text, earned in zip(trajectories, rows, texts, rewards, strict=True):
             completion.text = text
-            completion.rewards = task.reward(row, text)
+            completion.rewards = earned
             completion.description = task.describe(row, text)  # only logged
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
         returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)

@@ -168,10 +168,10 @@ def reward(config: Config, task: Task, policy: Policy, trajectories: list[Trajec
     """Reward each completion by itself, from its text; returns the task's own rewards, (Q, G)."""
     rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
     texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-    task.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
-    for completion, row, text in zip(trajectories, rows, texts, strict=True):
+    rewards = task.reward_all(rows, texts, trajectories)  # one dictionary per completion, by component
+    for completion, row, text, earned in zip(trajectories, rows, texts, rewards, strict=True):
         completion.text = text
-        completion.rewards = task.reward(row, text)
+        completion.rewards = earned
         completion.description = task.describe(row, text)  # only logged
     totals = returns_of(config, task, trajectories)
     buffer = config.overlong_buffer * config.max_new_tokens

@@ -198,7 +198,10 @@ def converse(
             else:  # only the tools' answers are rendered and tokenised, and they get mask 0
                 row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), context_length(policy))
                 row.turns += [("tool", text) for text in observation]
-    for row, state in conversations:
+    asked, said = [state.row for _, state in conversations], [state.text for _, state in conversations]
+    together = task.reward_together(asked, said, trajectories)  # components that see all conversations at once
+    for (row, state), rewards in zip(conversations, together, strict=True):
+        row.rewards |= rewards
         row.text = "\n".join(text for role, text in row.turns if role == "assistant")
         row.description = state.describe()  # only logged
     return trajectories

@@ -16,6 +16,18 @@ from harness.data.row_checks import hold_out, shared_questions, try_solutions
 from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from harness.data.task import Row, Task, import_task, suggest_task
 
+# Completions on which reward functions are tried: empty, short, long, with tags, digits and the row's own answer
+INVENTED = (
+    "",
+    "ANSWER",
+    "<think>\nfirst 1 + 2 = 3\n</think>\n<answer>\nANSWER\n</answer>",
+    "The answer is $\\boxed{ANSWER}$.",
+    "<think>" + "but wait, " * 40,
+    "3 * 4 = 12\n#### ANSWER",
+    "<answer>ANSWER</answer>",
+    '```json\n{"answer": "ANSWER"}\n```',
+)
+
 
 @together()
 def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
@@ -31,6 +43,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         from harness.data.reward_functions import RewardFunctions  # not at the top: it imports this room
 
         functions = RewardFunctions(config.reward_functions)
+        if taken := {"total", PREFERENCE, *(more_weights or {})} & set(functions.names):
+            raise UserError(f"--reward-functions: the name {min(taken)!r} is taken: give the function another one")
     added = dict.fromkeys(functions.names if functions else [], 1.0) | ({PREFERENCE: 1.0} if judge else {})
     task = import_task(config, (more_weights or {}) | added)
     task.tools = tools
@@ -68,8 +82,29 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task.judge = judge  # not before: the solutions of all rows were tried above
     if functions is not None:
         task.functions, task.asked_with = functions, config.system_prompt or ""
-        task.call_functions(train_rows[:1], [""])  # before a model is loaded
+        _try_functions(config, task)  # before a model is loaded
     return task
+
+
+def _try_functions(config: RunConfig, task: Task) -> None:
+    """Tell the reward functions what all rows have, and call them on invented completions of some rows."""
+    functions, known = task.functions, [task.train_rows, task.eval_rows, *task.eval_sets.values()]
+    functions.columns = list(dict.fromkeys(key for rows in known for row in rows for key in row))
+    functions.state.max_steps = num_steps(config, len(task.train_rows))
+    group_size = getattr(config, "group_size", 1)
+    count = min(max(2, -(-len(INVENTED) // group_size)), len(task.train_rows))  # of groups
+    rows = [task.train_rows[index * len(task.train_rows) // count] for index in range(count)]
+    rows = [row for row in rows for _ in range(group_size)]
+    answers = [str(task.right_answer(row)) for row in rows]
+    texts = [INVENTED[index % len(INVENTED)].replace("ANSWER", answer) for index, answer in enumerate(answers)]
+    functions.check([task.messages(row, task.asked_with) for row in rows], rows, texts)
+
+
+def num_steps(config: RunConfig, num_rows: int) -> int:
+    """The steps of a run: `--steps`, or `--epochs` passes over the training rows."""
+    if getattr(config, "epochs", None) is None:
+        return getattr(config, "steps", 1)
+    return config.epochs * (num_rows // config.prompts_per_step)
 
 
 def load_held_out_task(config: AskedConfig) -> Task:

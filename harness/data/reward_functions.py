@@ -1,75 +1,353 @@
 """`--reward-functions`: rewards in the form of TRL, `f(prompts, completions, **columns) -> list[float]`, in a file.
 
-TRL calls a reward once for many completions, with conversations as lists of messages and each field of the data as a
-list; other trainers' ids, states and loggers (`completion_ids`, `trainer_state`, `log_metric`) are not given here.
+A function is called once for many completions. It gets what it names of `prompts` and `completions` (as messages, or as
+texts if it reads no messages), `completion_ids`, `trainer_state` with `global_step` (completed steps) and `max_steps`,
+`log_extra`, `log_metric`, and the fields of the data. With `**columns` it gets all of them.
 """
 
 import asyncio
+import copy
+import functools
 import inspect
-from collections.abc import Callable
-from types import ModuleType
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 
 from harness.base.checks import is_finite, local_path
-from harness.base.terminal import describe_error, printable, short
+from harness.base.terminal import describe_error, printable, say, short
 from harness.data.rows import Row
 from harness.data.task import TaskError, import_file
 
-NOT_COLUMNS = {"prompt", "completion", "prompts", "completions", "completion_ids"}
-Function = Callable[..., list[float]]
+Function = Callable[..., Any]
+Logged = list[dict[str, object]]
+
+ANSWERS = {"completions", "completion_ids"}  # a function with one of these parameters is a reward
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+NOT_COLUMNS = {"prompt", "completion", *GIVEN}  # of the data
+_ANY = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+# Parameters of functions of other forms, e.g. verl's compute_score(data_source, solution_str, ground_truth, extra_info)
+_TEXTS = {"solution_str", "response", "completion", "output", "text", "prediction", "answer_text"}
+_GOLDS = {"ground_truth", "gold", "answer", "solution", "label", "target", "reference", "expected"}
+
+
+class Batch(NamedTuple):
+    """Completions that are rewarded together: one entry each, those of a group adjacent."""
+
+    prompts: list[list[dict]]
+    rows: list[Row]
+    texts: list[str]
+    ids: list[list[int]]  # of the sampled tokens
+
+
+class _FaultError(Exception):
+    """What is wrong with a function, and the row that shows it; None: it is not known which."""
+
+    def __init__(self, row: Row | None, problem: str):
+        self.row, self.problem = row, problem
 
 
 class RewardFunctions:
-    """The public functions of a file that take `completions`, by name; each is a component of the reward."""
+    """The rewards of a file by name; each is a component.
+
+    They are the file's `REWARDS`, a list of functions or of their names. Without it: all callables with a public name
+    and a parameter `completions` or `completion_ids`, but no class, no second name, and none that another one calls.
+    """
 
     def __init__(self, name: str):
         self._flag = f"--reward-functions {name}"
         path = local_path(name, "--reward-functions")
         if not path.is_file():
             raise UserError(f"{self._flag}: there is no such file")
-        self._module: ModuleType = import_file(path.resolve(), "reward-functions", name)[0]
-        self._functions: dict[str, Function] = {
-            found: function
-            for found, function in vars(self._module).items()
-            if not found.startswith("_") and callable(function) and "completions" in _parameters(function)
+        self._module = import_file(path.resolve(), "reward-functions", name)[0]
+        self._functions = self._listed() if hasattr(self._module, "REWARDS") else self._found()
+        self._parameters = {
+            name: _parameters(function, self._module) or _signature(function)
+            for name, function in self._functions.items()
         }
-        if not self._functions:
-            raise UserError(f"{self._flag}: it has no function with a parameter completions, and a name without _")
+        self._forms: dict[str, str] = {}  # "messages" or "texts": what a function reads, as soon as it is known
+        self._loop: asyncio.AbstractEventLoop | None = None  # one for all calls: a session or a lock belongs to a loop
+        self.columns: list[str] = []  # the fields of all rows: also given in a batch whose rows lack them
+        self.state = SimpleNamespace(global_step=0, max_steps=1)
 
     @property
     def names(self) -> list[str]:
         return list(self._functions)
 
-    def score(self, prompts: list[list[dict]], rows: list[Row], texts: list[str]) -> list[dict[str, float]]:
-        """The components of each completion, by name; a TaskError names the function and the row."""
-        found = {name: self._call(name, prompts, rows, texts) for name in self._functions}
-        return [{name: values[index] for name, values in found.items()} for index in range(len(rows))]
+    def check(self, prompts: list[list[dict]], rows: list[Row], texts: list[str]) -> None:
+        """Refuse parameters that nothing can fill, and call each function on invented completions."""
+        given = [*GIVEN, *(key for key in self.columns if key not in NOT_COLUMNS)]
+        for name, parameters in self._parameters.items():
+            needed = (key for key, one in parameters.items() if one.default is one.empty and one.kind not in _ANY)
+            if missing := [key for key in needed if key not in given]:
+                raise UserError(
+                    f"{self._flag}: {name} asks for {' and '.join(missing)}, but there are only "
+                    f"{printable(', '.join(given), 200)}: rename the parameter or the field of the data, give it a "
+                    "default, or leave the function out (REWARDS = [...] in the file lists the others)"
+                )
+            self._call(name, Batch(prompts, rows, texts, [[*text.encode()] for text in texts]), is_trial=True)
 
-    def _call(self, name: str, prompts: list[list[dict]], rows: list[Row], texts: list[str]) -> list[float]:
-        columns = {key: [row.get(key) for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    def score(
+        self, prompts: list[list[dict]], rows: list[Row], texts: list[str], ids: list[list[int]]
+    ) -> list[tuple[dict[str, float], dict[str, object]]]:
+        """The components of each completion, and what the functions have logged about it: in order, and by name.
+
+        A component that is None does not apply, and is left out, as in TRL. A TaskError names the function and the row.
+        """
+        rewards: list[dict[str, float]] = [{} for _ in rows]
+        logged: Logged = [{} for _ in rows]
+        for name in self._functions:
+            values, entries = self._call(name, Batch(prompts, rows, texts, ids))
+            for index, value in enumerate(values):
+                rewards[index] |= {} if value is None else {name: value}
+                logged[index] |= entries[index]
+        return list(zip(rewards, logged, strict=True))
+
+    def _call(self, name: str, batch: Batch, is_trial: bool = False) -> tuple[list[float | None], Logged]:
+        """Call a function with messages, or with texts from now on, if it opens no message and works with texts.
+
+        If it does not even look at a conversation (or catches the error of looking), a trial compares both forms.
+        """
+        form, found, fault = self._forms.get(name), None, None
+        seen: set[str] = set()
         try:
-            values = self._functions[name](prompts=prompts, completions=completions, **columns)
-            values = list(asyncio.run(values) if inspect.isawaitable(values) else values)
+            found = self._run(name, batch, form, seen)
+        except _FaultError as first:
+            fault = first
+        other = "messages" if form == "texts" else "texts"
+        if form is None and "message" in seen:
+            self._forms[name] = "messages"
+        elif form != "messages" and (fault or (form is None and (seen or is_trial))):
+            try:
+                again = self._run(name, batch, other)
+                if fault or seen or again[0] != found[0]:
+                    found, fault = again, None
+                    self._forms[name] = other
+                    form = form or "messages"
+                    say(f"{self._flag}: {name} gets prompts and completions as {other}: it cannot read {form}")
+            except _FaultError as second:
+                if fault and fault.problem != second.problem:
+                    fault.problem += f"; with {other} it {second.problem}"
+        if fault:
+            try:
+                for single in zip(*batch, strict=True) if fault.row is None else ():  # which row is it?
+                    self._run(name, Batch(*([entry] for entry in single)), form)
+            except _FaultError as of_single:
+                fault.row = of_single.row or single[1]
+            place = (fault.row or batch.rows[0]).place
+            raise TaskError(f"{self._flag}: {printable(name, 60)} of {place} {fault.problem}") from fault
+        return found
+
+    def _run(
+        self, name: str, batch: Batch, form: str | None, seen: set[str] | None = None
+    ) -> tuple[list[float | None], Logged]:
+        """Call a function with what it names; `seen` learns how it looks at the messages, if the form is not known."""
+        prompts, rows, texts, ids = batch
+        logged: Logged = [{} for _ in rows]
+        keys = dict.fromkeys([*self.columns, *(key for row in rows for key in row)])
+        given = {key: copy.deepcopy([row.get(key) for row in rows]) for key in keys if key not in NOT_COLUMNS}
+        given |= {"completion_ids": [[*tokens] for tokens in ids], "trainer_state": copy.copy(self.state)}
+        given |= {"log_extra": functools.partial(_log, logged), "log_metric": functools.partial(_log_all, logged)}
+        if form == "texts":
+            given |= {"prompts": [messages[-1]["content"] for messages in prompts], "completions": [*texts]}
+        else:
+            watch = list if form else _watcher(set() if seen is None else seen)
+            given["prompts"] = [watch(map(dict, messages)) for messages in prompts]
+            given["completions"] = [watch([{"role": "assistant", "content": text}]) for text in texts]
+        parameters = self._parameters[name]
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            given = {key: value for key, value in given.items() if key in parameters}
+        try:
+            values = self._functions[name](**given)
+            values = self._wait(values) if inspect.isawaitable(values) else values
+            if isinstance(values, str | Mapping | set) or not isinstance(values, Iterable):
+                raise TypeError(f"the result must be a list of rewards, not {short(values)}")
+            values = [value.item() if hasattr(value, "item") else value for value in values]
         except (Exception, SystemExit) as error:  # user code can raise anything
-            if len(rows) > 1:  # which row is it?
-                for single in zip(prompts, rows, texts, strict=True):
-                    self._call(name, *([entry] for entry in single))
-            raise self._error(name, rows[0], f"raised {describe_error(error, self._module)}") from error
+            row = rows[0] if len(rows) == 1 else None
+            raise _FaultError(row, f"raised {describe_error(error, self._module)}") from error
         if len(values) != len(rows):
-            raise self._error(name, rows[0], f"returned {len(values)} rewards for {len(rows)} completions")
+            raise _FaultError(rows[0], f"returned {len(values)} rewards for {len(rows)} completions")
         for row, value in zip(rows, values, strict=True):
-            if not is_finite(value):
-                raise self._error(name, row, f"gave {short(value)}, which is not a finite number")
-        return [float(value) for value in values]
+            if value is not None and not is_finite(value):
+                raise _FaultError(row, f"gave {short(value)}, which is not a finite number (None: it does not apply)")
+        return [None if value is None else float(value) for value in values], logged
 
-    def _error(self, name: str, row: Row, problem: str) -> TaskError:
-        return TaskError(f"{self._flag}: {printable(name, 60)} of {row.place} {problem}")
+    def _wait(self, values: Awaitable) -> object:
+        """The result of an async function, of a loop in a thread of its own: a notebook has one in this thread."""
+
+        async def result() -> object:
+            return await values
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(result(), self._loop).result()
+
+    def _listed(self) -> dict[str, Function]:
+        """The functions in `REWARDS`, by the names that they have in the file, or else by their own."""
+        listed, found = self._module.REWARDS, {}
+        for entry in listed if isinstance(listed, list | tuple) else [listed]:
+            function = getattr(self._module, entry, None) if isinstance(entry, str) else entry
+            names = [name for name, value in vars(self._module).items() if value is function]
+            inner = function
+            while isinstance(inner, functools.partial):
+                inner = inner.func
+            name = (names or [getattr(inner, "__name__", type(inner).__name__)])[0]
+            if not callable(function) or isinstance(function, type) or not name.isidentifier() or name in found:
+                reason = f": the name {name} is given twice" if name in found else ""
+                raise UserError(
+                    f"{self._flag}: REWARDS must list functions that have a name in the file, or their names, not "
+                    f"{short(entry)}{reason}"
+                )
+            found[name] = function
+        if not found:
+            raise UserError(f"{self._flag}: REWARDS lists no function")
+        return found
+
+    def _found(self) -> dict[str, Function]:
+        """What looks like a reward; the user is told of functions that others call."""
+        found: dict[str, Function] = {}
+        for name, function in vars(self._module).items():
+            is_new = all(function is not other for other in found.values())
+            if not name.startswith("_") and is_new and _parameters(function, self._module):
+                found[name] = function
+        callers = {id(part): name for name, function in found.items() for part in _reached(function, self._module)}
+        helpers = {name: callers[id(function)] for name, function in found.items() if id(function) in callers}
+        rewards = {name: function for name, function in found.items() if name not in helpers} or found
+        if not rewards:
+            raise UserError(f"{self._flag}: it has no function with a parameter completions{self._others()}")
+        if len(rewards) < len(found):
+            left_out = ", ".join(f"{name} (called by {caller})" for name, caller in helpers.items())
+            say(f"{self._flag}: the rewards are {', '.join(rewards)}, without {left_out}; REWARDS = [...] says others")
+        return rewards
+
+    def _others(self) -> str:
+        """What a file without a reward has, and the two lines that make one of a function of another form."""
+        own = {
+            name: _signature(function)
+            for name, function in vars(self._module).items()
+            if inspect.isfunction(function) and function.__globals__ is vars(self._module)
+        }
+        if not own:
+            return ", and a name without _"
+        name, parameters = max(own.items(), key=lambda item: len((_TEXTS | _GOLDS) & item[1].keys()))
+        values = {key: 'c[0]["content"]' if key in _TEXTS else "a" if key in _GOLDS else "None" for key in parameters}
+        call = ", ".join(f"{key}={value}" for key, value in values.items() if parameters[key].kind not in _ANY)
+        call = call if _TEXTS & parameters.keys() else 'c[0]["content"], a'
+        forms = ", ".join(f"{key}({', '.join(found)})" for key, found in own.items())
+        return (
+            f", but {printable(forms, 200)}; two more lines can adapt it:\n"
+            f"def adapted(completions, answer, **columns):\n"
+            f"    return [{name}({call}) for c, a in zip(completions, answer)]"
+        )
 
 
-def _parameters(function: Function) -> dict:
+def _log(logged: Logged, column: str, values: Iterable) -> None:
+    """TRL's `log_extra`: one value per completion."""
+    for entry, value in zip(logged, values, strict=True):
+        with suppress(AttributeError, ValueError, RuntimeError):
+            value = value.item()  # of a tensor or an array
+        entry[column] = value if isinstance(value, int | float | None) else str(value)
+
+
+def _log_all(logged: Logged, name: str, value: float) -> None:
+    """TRL's `log_metric`: one value for all completions of the call."""
+    _log(logged, name, [value] * len(logged))
+
+
+def _watcher(seen: set[str]) -> Callable[[Iterable[dict]], list[dict]]:
+    """Makes conversations that note in `seen` when code looks at a "conversation", or opens a "message" of it."""
+
+    def noting(what: str, kind: type, methods: str) -> dict[str, Callable]:
+        def note(method: Callable) -> Callable:
+            def noted(self, *arguments):
+                seen.add(what)
+                return method(self, *arguments)
+
+            return noted
+
+        return {name: note(getattr(kind, name)) for name in methods.split()}
+
+    def reduce(self, _: int) -> tuple:  # a copy, and what another process gets, is a plain list or dict
+        seen.add("message")
+        return type(self).__base__, (type(self).__base__(self),)
+
+    look = "__getitem__ __len__ __iter__ __contains__ __eq__ __ne__ __add__ __mul__ __repr__ count index"
+    looking = noting("conversation", list, look)
+    opening = noting("message", dict, "__getitem__ __contains__ __iter__ keys values items get pop copy")
+    opening |= noting("conversation", dict, "__repr__")  # str(conversation) shows a message, and reads nothing of it
+    message = type("dict", (dict,), opening | {"__reduce_ex__": reduce})
+    conversation = type("list", (list,), looking | {"__reduce_ex__": reduce})
+    return lambda messages: conversation(map(message, messages))
+
+
+def _parameters(function: object, module: ModuleType) -> dict[str, inspect.Parameter]:
+    """The parameters of a reward, or of the one in a wrapper; empty if a value of the module is no reward."""
+    if not callable(function) or isinstance(function, type):
+        return {}
+    parameters = _signature(function)
+    if ANSWERS & parameters.keys():
+        return parameters
+    kinds = {one.kind for one in parameters.values()}
+    if not (inspect.Parameter.VAR_KEYWORD in kinds and kinds <= _ANY):
+        return {}
+    held = map(_signature, _reached(function, module, by_name=False))
+    if wrapped := next((inner for inner in held if ANSWERS & inner.keys()), None):
+        return wrapped
+    codes = _codes(function.__code__) if inspect.isfunction(function) else ()
+    return parameters if any(answer in code.co_consts for code in codes for answer in ANSWERS) else {}
+
+
+def _signature(function: Function) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of a class or a function without a signature
+    except (TypeError, ValueError):  # it has none
         return {}
+
+
+def _reached(function: Function, module: ModuleType, by_name: bool = True) -> list[Function]:
+    """What a function of the module wraps or holds, or calls by its name, and what these do in turn."""
+    found = [function]
+    for reached in found:  # which grows
+        for part in _parts(reached, module, by_name):
+            if callable(part) and not isinstance(part, type) and all(part is not other for other in found):
+                found.append(part)
+    return found[1:]
+
+
+def _parts(function: Function, module: ModuleType, by_name: bool) -> Iterator[object]:
+    names, held = vars(module), [getattr(function, "__wrapped__", None)]
+    if isinstance(function, functools.partial):
+        held += [function.func, *function.args, *function.keywords.values()]
+    elif inspect.ismethod(function):
+        held += [function.__func__, function.__self__]
+    elif inspect.isfunction(function):
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
+        if by_name and function.__globals__ is names:
+            held += [names[name] for code in _codes(function.__code__) for name in code.co_names if name in names]
+    elif type(function).__module__ == module.__name__:
+        held += [type(function), *getattr(function, "__dict__", {}).values()]
+    for item in held:
+        if isinstance(item, type) and item.__module__ == module.__name__:
+            yield from vars(item).values()
+        elif isinstance(item, Mapping):
+            yield from item.values()
+        elif isinstance(item, list | tuple | set):
+            yield from item
+        else:
+            yield item
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _codes(value)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from common.environment import OUTCOMES
 from common.errors import UserError
+from common.parallel import call_once, gather, gather_rows, part_of
+from common.trajectory import Trajectory
 
 from harness.base.checks import is_finite, local_path, parse_numbers
 from harness.base.config import RunConfig, shown
@@ -66,8 +68,7 @@ class Task:
         self.judge: Judge | None = None  # a reward model, whose scores are another component
         self.functions: RewardFunctions | None = None  # in TRL's form; their values are further components
         self.asked_with = ""  # the system prompt of the questions that these functions see
-        self._values: dict[tuple[int, str], dict[str, float]] = {}  # the functions' values, like the judge's scores
-        self._scores: dict[tuple[int, str], float] = {}  # the judge's, of the completions that `prepare` announced
+        self._has_unpaid = False  # whether a completion had no reward with a weight, which is said once
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.eval_sets: dict[str, list[Row]] = {}  # further held-out questions, by name
@@ -91,7 +92,7 @@ class Task:
         return found
 
     def reward(self, row: dict, text: str) -> dict[str, float]:
-        """The reward components of a completion; a total is their sum, weighted by `weights`."""
+        """The task's own reward components of a completion; a total is the sum of all, weighted by `weights`."""
         found = self._call("reward", row, text, kind=dict, what="a dict of components")
         for component in found.keys() ^ self._components:
             problem = f"lacks the component {component!r} of REWARD_WEIGHTS"
@@ -104,34 +105,60 @@ class Task:
                 problem = f"gives {component!r} the value {value}"  # the run counts the updates that it skips
                 self.fault = self._error("reward", row, problem)
                 self._tell("reward", row, f"{problem}; an update with it is skipped")
-        if self.judge is not None:
-            if (id(row), text) not in self._scores:
-                self._judge([row], [text])
-            rewards[PREFERENCE] = self._scores[id(row), text]
-        if self.functions is not None:
-            if (id(row), text) not in self._values:
-                self.call_functions([row], [text])
-            rewards |= self._values[id(row), text]
         return rewards
 
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
         """Announce completions that are about to be rewarded, if the task defines `prepare`."""
         if rows and hasattr(self._module, "prepare"):
             self._call("prepare", rows, texts)
-        if rows and self.judge is not None:
-            self._judge(rows, texts)
-        if rows and self.functions is not None:
-            self.call_functions(rows, texts)
 
-    def call_functions(self, rows: list[Row], texts: list[str]) -> None:
-        """Reward completions by the functions of `--reward-functions`, which see what the policy was asked."""
-        values = self.functions.score([self.messages(row, self.asked_with) for row in rows], rows, texts)
-        self._values = dict(zip(zip(map(id, rows), texts, strict=True), values, strict=True))
+    def reward_all(self, rows: list[Row], texts: list[str], completions: list[Trajectory]) -> list[dict[str, float]]:
+        """All reward components of each completion, in order: the task's own, and those of `reward_together`."""
+        self.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
+        own = [self.reward(row, text) for row, text in zip(rows, texts, strict=True)]
+        together = self.reward_together(rows, texts, completions)
+        found = [rewards | more for rewards, more in zip(own, together, strict=True)]
+        unpaid = [row for row, rewards in zip(rows, found, strict=True) if not any(map(self.weights.get, rewards))]
+        if self.functions is not None and unpaid and not self._has_unpaid:
+            self._has_unpaid = True
+            say(f"{self}: every reward of {unpaid[0].place} that has a weight is None, and counts as 0", sys.stderr)
+        return found
 
-    def _judge(self, rows: list[dict], texts: list[str]) -> None:
-        """Score completions; the judge sees the question, without the system turn that is meant for the policy."""
-        scores = self.judge.score([self.messages(row) for row in rows], texts)
-        self._scores = dict(zip(zip(map(id, rows), texts, strict=True), scores, strict=True))
+    def reward_together(
+        self, rows: list[Row], texts: list[str], completions: list[Trajectory]
+    ) -> list[dict[str, float]]:
+        """The components of the judge and of `--reward-functions`, which get all completions at once, in order.
+
+        The functions see what the policy was asked; the judge sees no system turn, which is meant for the policy. A
+        component that does not apply to a completion is left out.
+        """
+        rewards: list[dict[str, float]] = [{} for _ in rows]
+        if self.judge is not None:
+            asked = [self.messages(row) for row in rows]
+            scores = call_once(lambda: self.judge.score(asked, texts) if rows else [])
+            rewards = [{PREFERENCE: score} for score in scores]
+        if self.functions is not None:
+            found = self._call_functions(rows, texts, completions)
+            rewards = [one | other for one, other in zip(rewards, found, strict=True)]
+        return rewards
+
+    def _call_functions(self, rows: list[Row], texts: list[str], completions: list[Trajectory]) -> list[dict]:
+        """The values of the reward functions; if a group is divided among ranks, they get the groups of all ranks."""
+        given = list(zip(rows, texts, [completion.completion_ids for completion in completions], strict=True))
+        is_divided = any(gather(bool(completions) and completions[0].completion_index > 0))
+        given = gather_rows(given) if is_divided else given
+
+        def call() -> list[tuple[dict[str, float], dict[str, object]]]:
+            if not given:
+                return []
+            asked, said, ids = map(list, zip(*given, strict=True))
+            return self.functions.score([self.messages(row, self.asked_with) for row in asked], asked, said, ids)
+
+        found = call_once(call, for_all=is_divided)
+        own = [found[index] for index in part_of(len(found))] if is_divided else found
+        for completion, (_, logged) in zip(completions, own, strict=True):
+            completion.logged = logged
+        return [values for values, _ in own]
 
     def note(self) -> str | None:
         """A message for the user before a run, if the task defines `note`."""
@@ -183,6 +210,12 @@ class Task:
             return row.get("answer")
         given = self.vote(row, text) if self.has_vote else import_named("arithmetic").given_answer(text)
         return text if given is None else given
+
+    @property
+    def paid(self) -> list[str]:
+        """The components with a weight, without those that the experiment adds."""
+        functions = self.functions.names if self.functions else []
+        return [name for name in (*self._components, PREFERENCE, *functions) if self.weights.get(name)]
 
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -10,6 +10,7 @@ from harness.base.config import PolicyConfig
 
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
+ALL_EQUAL = "all rewards of every group are equal"
 OVER_OPTIMISED = "the reward model is over-optimised"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
 OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
@@ -30,8 +31,8 @@ def sampling_limit(config: PolicyConfig) -> float:
 class Diagnosis:
     """Watches the metrics of a run, and says once, in one sentence, what looks wrong and what to try."""
 
-    def __init__(self, config: PolicyConfig):
-        self._config = config
+    def __init__(self, config: PolicyConfig, rewards: Sequence[str] = ()):
+        self._config, self._rewards = config, rewards  # the components that have a weight
         self._history: list[dict[str, float]] = []
         self._said: set[str] = set()
         self.findings: dict[str, str] = {}  # the findings of the last step, including those already printed
@@ -54,6 +55,12 @@ class Diagnosis:
         """The mean over the last `count` steps; NaN if a step lacks the metric, so that no comparison holds."""
         values = [entry[name] for entry in self._history[-count:] if name in entry]
         return of(values) if len(values) == count else math.nan
+
+    def _is_constant(self, reward: str) -> bool:
+        """Whether a trained-on reward has had one value in ten steps."""
+        values = {entry.get(f"reward/{reward}", math.nan) for entry in self._history[-10:]}
+        is_trained_on = "teacher/kl" not in self._history[-1]
+        return is_trained_on and self._mean(f"reward_std/{reward}", 10, max) == 0 and len(values) == 1
 
     def _over_optimised(self) -> tuple[int, float, float, tuple[float, float]] | None:
         """The step of the best held-out accuracy, it, the newest, and both scores, if these rose while it fell."""
@@ -123,9 +130,17 @@ class Diagnosis:
             cause += "--temperature"
             if self._mean("reward/correct", 10) > 0.5:
                 cause = "the questions are solved: ask harder ones (--data)"
-            found["all rewards of every group are equal"] = (
+            found[ALL_EQUAL] = (
                 "for ten steps all completions of a group have earned the same (mean "
                 f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
+            )
+        constant = [name for name in self._rewards if self._is_constant(name)]
+        if constant and (len(self._rewards) > 1 or not found.keys() & {ALL_EQUAL}):
+            named = " and ".join(f"{name} (always {self._mean(f'reward/{name}'):g})" for name in constant)
+            found["a reward is constant"] = (
+                f"in the last ten steps every completion got the same value of {named}, which teaches nothing: read "
+                "samples.jsonl: is it earned always or never, or does it read something other than what it gets? "
+                f"--reward-weight {constant[0]}=0 only logs it"
             )
         if (missing := self._mean("sampling/groups_without_signal", 1)) > 0 and config.max_rounds > 1:
             found["too few groups have a signal"] = (

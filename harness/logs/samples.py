@@ -93,6 +93,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "log_probs_ref": None if reference is None else per_token(reference[index]),
         "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
         "rewards": row.rewards,
+        **({"logged": row.logged} if row.logged else {}),
         "advantage": _advantage(experience, index),
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],

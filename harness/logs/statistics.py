@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from common.advantages import has_reward_variance
-from common.evaluate import mean
+from common.evaluate import mean, rewards_by_name
 from common.experience import Experience
 from common.loss import masked_mean
 from common.parallel import data_size, gather, gather_rows
@@ -139,10 +139,18 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
     first = trajectories[0]
     lengths = [row.num_action_tokens for row in trajectories]
     metrics = {"reward/total": returns.mean().item()}
-    metrics |= {f"reward/{name}": mean([row.rewards[name] for row in trajectories]) for name in first.rewards}
+    for name, values in rewards_by_name(trajectories).items():
+        metrics[f"reward/{name}"] = mean(values)
+        spread = torch.tensor(values, dtype=torch.float64).std(correction=0).item()
+        metrics[f"reward_std/{name}"] = spread if len(set(values)) > 1 else 0.0  # exactly, without the mean's rounding
     metrics |= {
         f"completion/{name}": mean([row.description[name] for row in trajectories]) for name in first.description
     }
+    numbers: dict[str, list[float]] = {}  # that reward functions have logged
+    for name, value in ((name, value) for row in trajectories for name, value in row.logged.items()):
+        if isinstance(value, int | float) and math.isfinite(value):
+            numbers.setdefault(f"logged/{name}", []).append(value)
+    metrics |= {name: mean(values) for name, values in numbers.items()}
     metrics["completion/length"] = mean(lengths)
     if first.turns:
         metrics["completion/turns"] = mean([row.num_turns for row in trajectories])

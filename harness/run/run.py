@@ -56,7 +56,7 @@ class Run:
         self._num_steps_before = directory.num_steps
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
-        self._diagnosis = Diagnosis(config)
+        self._diagnosis = Diagnosis(config, [] if task is None else task.paid)
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # counts, for the summary
         self._tokens: TokenTexts | None = None  # None: unknown before `restore`
@@ -109,9 +109,11 @@ class Run:
             self.step = step
             self._clock.start()
             self._set_learning_rate(step)
+            self._tell_functions(step - 1)
             if step in profiled:
                 self._trace.begin_step(step)
             yield step
+            self._tell_functions(step)
             if step in profiled:
                 self._trace.end_step()
                 if step in (profiled[-1], num_steps):
@@ -123,6 +125,11 @@ class Run:
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
+
+    def _tell_functions(self, num_done: int) -> None:
+        """Keep the `trainer_state` of reward functions."""
+        if self.task is not None and self.task.functions is not None:
+            self.task.functions.state.global_step, self.task.functions.state.max_steps = num_done, self._last_step
 
     def _set_learning_rate(self, step: int) -> None:
         """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""

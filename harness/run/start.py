@@ -17,6 +17,7 @@ from harness.base import ranks
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
 from harness.base.terminal import discard_output, prepare_output, say
+from harness.data.data import num_steps
 from harness.data.task import Task, TaskError
 from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
@@ -102,7 +103,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         raise SystemExit(0)
     steps = None
     if hasattr(config, "steps") and config.epochs is not None:
-        steps = config.epochs * (len(task.train_rows) // config.prompts_per_step)
+        steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
     run = _open_run(experiment, config, task, searched or {})
     run.steps_of_epochs = steps

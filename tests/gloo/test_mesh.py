@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.experience import collate
 from common.logprobs import score_logits, token_log_probs
-from common.parallel import data_size, gather, gather_all, part_of, rank
+from common.parallel import call_once, data_size, gather, gather_all, part_of, rank, world_size
 from common.policy import Policy
 from common.sampling import sample
 
@@ -106,6 +106,7 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     if "lora" in scenario:
         equality.train_adapter(policy)
     divide(policy, reference)
+    assert call_once(rank) == rank() - rank() % (world_size() // data_size())  # the first rank with the same rows
     own = part_of(len(PROMPTS))
     prompts = PROMPTS[own.start : own.stop]
     sampled = sample(policy, prompts, GROUP_SIZE, max_new_tokens=10, key=(0, 1), prompt_index=list(own))

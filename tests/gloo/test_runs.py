@@ -61,7 +61,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         TOOLS: CALLS,
         SEARCH: CALLS,
         ENGINE: SAMPLED,
-        DDP: SPLIT,
+        DDP: f"{SPLIT} --reward-functions rewards.py",  # of complete groups, although these are on two ranks
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
         PPO: CRITIC,
@@ -77,10 +77,12 @@ A_TOOL = '''def tripled(number: int) -> str:
     """
     return str(3 * number)
 '''
+A_REWARD = "def place(prompts, completion_ids): return [prompts[:at].count(asked) for at, asked in enumerate(prompts)]"
 
 
 def train(script: ModuleType, flags: str, url: str) -> None:
     Path("tools.py").write_text(A_TOOL)
+    Path("rewards.py").write_text(A_REWARD)
     script.main([*flags.replace("URL", url).split(), "--runs-dir", ".", "--name", "x"])
 
 
@@ -204,7 +206,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_three_ranks_split_groups(alone):
     """Training uses rows of the second group on rank 0."""
-    assert any(row["advantage"] for row in rows_of(alone("experiment_base", SPLIT)[0], "samples")[6:8])
+    assert any(row["advantage"] for row in rows_of(alone("experiment_base", RUNS[3][DDP])[0], "samples")[6:8])
 
 
 def test_one_rank_pushes_weights_for_all(together, alone):

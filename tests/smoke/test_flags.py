@@ -56,6 +56,10 @@ def short(completions, **kwargs):
 async def asked(prompts, completions, answer, **kwargs):
     return [len(prompt[-1]["content"]) + len(gold) for prompt, gold in zip(prompts, answer, strict=True)]
 
+def first(completions):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(text not in texts[:index]) for index, text in enumerate(texts)]
+
 def _score(text):
     return 1 / math.exp(len(text) / 10)
 """
@@ -606,11 +610,15 @@ def reward_weight(new, old):
     assert_differ(new, old, "policy/ratio_max")
 
 
-@changes("--reward-functions files/rewards.py --reward-weight asked=0")
+@changes("--reward-functions files/rewards.py --reward-weight asked=0 first=0", also="--temperature 0.3")
 def reward_functions(new, old):
+    texts = [entry["text"] for entry in new.samples if entry["step"] == 1]  # of all groups
+    copies = [float(text not in texts[:index]) for index, text in enumerate(texts)]
+    assert [entry["rewards"]["first"] for entry in new.samples if entry["step"] == 1] == copies
+    assert new.first("reward/first") == sum(copies) / len(copies) < 1
     for entry in new.samples:
         rewards, length = entry["rewards"], len(entry["question"]) + len(entry["answer"])
-        assert rewards.keys() - old.samples[0]["rewards"].keys() == {"short", "asked"}
+        assert rewards.keys() - old.samples[0]["rewards"].keys() == {"short", "asked", "first"}
         assert rewards["short"] == pytest.approx(math.exp(-len(entry["text"]) / 10))
         assert rewards["asked"] == length
         assert entry["return"] == pytest.approx(rewards["correct"] + rewards["short"])  # the former is logged only

@@ -109,7 +109,7 @@ def test_a_search_without_end_is_bounded(run, tmp_path, capsys):
 def test_the_punishment_grows_over_the_last_part_of_the_budget(train, monkeypatch, length, expected):
     row = Trajectory([1] + [5] * length, 1, [0] + [1] * length, [0.0] * (length + 1))
     task = SimpleNamespace(
-        train_rows=[{}], prepare=lambda *_: None, reward=lambda *_: {"correct": 1.0}, describe=lambda *_: {},
+        train_rows=[{}], reward_all=lambda rows, *_: [{"correct": 1.0} for _ in rows], describe=lambda *_: {},
         total_reward=lambda rewards: sum(rewards.values()),
     )  # fmt: skip
     config = train.Config(group_size=2, max_new_tokens=100, overlong_buffer=0.2)

@@ -26,6 +26,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "sampling difference": ("disagree about the policy", "--attn-implementation"),
     "zero variance": ("have earned the same", "--group-size"),
     "solved": ("have earned the same", "--data"),
+    "constant": ("which teaches nothing", "--reward-weight"),
     "cut off": ("were cut off", "--max-new-tokens"),
     "entropy": ("the entropy has collapsed", "--kl-weight"),
     "KL": ("the KL to the policy at the start", "--kl-weight"),
@@ -162,6 +163,10 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "flat because solved": ([row | {"reward/correct": 0.95} for row in NOISE], None, ""),
     "penalties": ([{"group/below_zero": 0.25}], "below 0", "25% of the groups"),
     "searches": ([{"completion/failed_searches": 0.2, "reward/calls": 1.5}] * 5, "searches", "13% of the calls"),
+    "a constant": ([USUAL | {"reward/f": 1.0, "reward_std/f": 0.0}] * 10, "constant", "the same value of f (always 1)"),
+    "a constant mean": ([USUAL | {"reward/f": 0.0, "reward_std/f": 1.0}] * 12, None, ""),  # normalised in its batch
+    "changes": ([USUAL | {"reward/f": 1.0 / step, "reward_std/f": 0.0} for step in range(1, 12)], None, ""),
+    "no weight": ([USUAL | {"reward/g": 1.0, "reward_std/g": 0.0}] * 12, None, ""),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 
@@ -169,7 +174,7 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_rule_speaks_once_and_at_its_step(name):
     steps, rule, part = HISTORIES[name]
-    diagnosis = Diagnosis(SETTINGS)
+    diagnosis = Diagnosis(SETTINGS, ("correct", "f"))  # the rewards with a weight
     said = [diagnosis.check(row) for row in [{"eval/greedy/accuracy": 0.3}, *steps]]
     if rule is None:
         assert not any(said)

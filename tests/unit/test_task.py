@@ -15,8 +15,7 @@ from harness.base.config import RunConfig
 from harness.data import row_checks
 from harness.data import task as task_module
 from harness.data.data import load_task
-from harness.data.reward_functions import RewardFunctions
-from harness.data.task import Row, Task, TaskError, _import_once, import_task
+from harness.data.task import Task, _import_once, import_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -300,49 +299,3 @@ def test_the_task_template_is_short_and_valid():
     assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
-
-
-# Rewards in the form of TRL -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("return [1.0, None]", r"f of rows\.jsonl:2 gave None, which is not a finite number"),
-        ("return [float('nan')] * 2", r"f of rows\.jsonl:1 gave nan, which is not a finite number"),
-        ("return [1.0]", r"f of rows\.jsonl:1 returned 1 rewards for 2 completions"),
-        ("return [1 / len(text[0]['content']) for text in completions]",
-         r"f of rows\.jsonl:2 raised ZeroDivisionError: division by zero \(line 2 of rewards\.py\)"),
-    ],
-)  # fmt: skip
-def test_a_faulty_reward_function_is_named_with_its_row(tmp_path, body, sentence):
-    (tmp_path / "rewards.py").write_text(f"def f(completions, **columns):\n    {body}\n")
-    rows = [Row({"answer": "1"}), Row({"answer": "2"})]
-    for number, row in enumerate(rows, start=1):
-        row.place = f"rows.jsonl:{number}"
-    with pytest.raises(TaskError, match=rf"^--reward-functions .*rewards\.py: {sentence}$"):
-        RewardFunctions(str(tmp_path / "rewards.py")).score([[], []], rows, ["a", ""])
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "there is no such file"),
-        ("def reward(row, text): return {}", "it has no function with a parameter completions"),
-        ("import nowhere", "the file cannot be imported: ModuleNotFoundError"),
-    ],
-)
-def test_a_file_without_reward_functions_is_refused(tmp_path, text, sentence):
-    if text is not None:
-        (tmp_path / "rewards.py").write_text(text)
-    with pytest.raises(UserError, match=rf"^--reward-functions .*rewards\.py: {sentence}"):
-        RewardFunctions(str(tmp_path / "rewards.py"))
-
-
-def test_rewards_of_trl_work_unchanged(tmp_path):
-    """Those of TRL itself, which the file imports."""
-    pytest.importorskip("trl.rewards")
-    (tmp_path / "rewards.py").write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
-    row, text = Row({"problem": "1+1?", "solution": r"$2$"}), r"<think>one more</think> It is $\boxed{2}$."
-    functions = RewardFunctions(str(tmp_path / "rewards.py"))
-    assert functions.score([[]], [row], [text]) == [{"accuracy_reward": 1.0, "think_format_reward": 1.0}]

@@ -223,6 +223,8 @@ RETURNS = torch.tensor([[1.0, 0.5], [1.5, 1.5]])  # two groups of two, the secon
 def test_every_metric_of_a_rollout_is_what_its_name_says():
     assert rollout_metrics(ROWS, RETURNS) == {
         "reward/total": 1.125,
+        "reward_std/correct": pytest.approx(3**0.5 / 4),
+        "reward_std/format": pytest.approx(3**0.5 / 4),
         "reward/correct": 0.75,
         "reward/format": 0.75,
         "completion/reasoned": 0.75,
