@@ -21,9 +21,9 @@ from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve, shown
 from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
-from harness.data.task import bundled_tasks, task_of
+from harness.data.task import bundled_tasks
 from harness.run.machine import with_threads
-from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings
+from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
 from harness.run.signals import may_say_why
 
 OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
@@ -45,11 +45,8 @@ def parse_config(
     checks.check_device(config.device)
     if config.kind not in resolved:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
-    defaults = resolved[config.kind]
     checks.check_ranges(config)  # before the task, whose first reward takes time
-    if hasattr(config, "system_prompt"):
-        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
-    config = resolve(config, defaults)
+    config = resolve(config, resolved_defaults(config, resolved))
     checks.check_combinations(config)
     checks.tell_limits(config)
     if hasattr(config, "engine_url"):

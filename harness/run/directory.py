@@ -15,6 +15,7 @@ from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
     MAY_CHANGE,
+    changed_settings,
     check_sources,
     describe_settings,
     read_settings,
@@ -121,5 +122,6 @@ def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dic
             say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
     changed = ("steps", *MAY_CHANGE)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
+    settings |= {"changed": changed_settings(config)}
     write_settings(directory, settings | {"sources": sources, "task_failed": False})
     return found.step, history
