@@ -34,6 +34,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "gradient": ("was scaled down", "--max-grad-norm"),
     "flat": ("has not risen beyond noise", "--lr"),
     "searches": ("could not answer", "--search-url"),
+    "nothing right": ("of the held-out answers is right before", "--system-prompt"),
 }
 
 
@@ -134,11 +135,12 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 
 
 SETTINGS = SimpleNamespace(
-    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16
+    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16, reward_weight=()
 )
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
+FIRST = {"step": 0, "eval/greedy/accuracy": 0.0, "eval/sampled/accuracy": 0.0}
 HISTORIES = {  # steps; the rule that reports after the last one, and not before; a part of its sentence
     "cut off": ([{"completion/truncated": 0.3}] * 5, "cut off", "30% of the completions"),
     "never stops": ([{"completion/truncated": 1.0}] * 5, "cut off", "(none ended by itself: "),
@@ -160,6 +162,12 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "rises": ([{"reward/total": step / 100} for step in range(80)], None, ""),
     "flat because solved": ([row | {"reward/correct": 0.95} for row in NOISE], None, ""),
     "searches": ([{"completion/failed_searches": 0.2, "reward/calls": 1.5}] * 5, "searches", "13% of the calls"),
+    "nothing is right": ([FIRST], "nothing right", "a reward for right answers alone teaches nothing: read some"),
+    "nothing ends": ([FIRST | {"eval/sampled/stopped": 0.2}], "nothing right", "first raise --max-new-tokens, as 80%"),
+    "one is right": ([FIRST | {"eval/sampled/accuracy": 1 / 192}], None, ""),
+    "greedy is right": ([FIRST | {"eval/greedy/accuracy": 1 / 24}], None, ""),
+    "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
+    "nothing is right later": ([FIRST | {"step": 80}], None, ""),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 
