@@ -83,8 +83,8 @@ class Diagnosis:
             first = f"first raise --max-new-tokens, as {share:.0%} are cut off, and " if share > 0.5 else ""
             found["nothing is right before training"] = (
                 "none of the held-out answers is right before training, greedy or sampled, and then a reward for right "
-                f"answers alone teaches nothing: {first}read some of them (before.json); what helps: examples of answers "
-                "in --system-prompt, rewards for parts of the way (--reward-functions), experiment_sft first, or easier "
+                f"answers alone teaches nothing: {first}read some (before.json); what helps: examples of answers "
+                "in --system-prompt, rewards for parts of the way (--reward-functions), experiment_sft first, easier "
                 "questions (--data)"
             )
         difference = self._mean("policy/sampling_log_prob_difference", 1)
