@@ -174,6 +174,30 @@ def _value(run: Run, name: str) -> str:
     return text if len(text) <= 24 else f"...{text[-21:]}"
 
 
+def setting(runs: list[Run], name: str) -> str:
+    """The values of a setting in a group; of a file that changed, with the beginning of its checksum."""
+    contents = dict.fromkeys(
+        _value(run, name) + (f" ({content[:6]})" if (content := _content(run, name)) != run.config[name] else "")
+        for run in runs
+    )
+    return ", ".join(contents)
+
+
+def updates_per_step(runs: list[Run]) -> str:
+    """How many optimizer steps the update of a rollout has.
+
+    >>> run = Run.__new__(Run)
+    >>> run.config = {"prompts_per_step": 16, "group_size": 8, "minibatch_size": 32, "epochs_per_step": 4}
+    >>> updates_per_step([run])
+    '16'
+    """
+    found = set()
+    for config in (run.config for run in runs):
+        rows = config.get("prompts_per_step", 1) * config.get("group_size", 1)
+        found.add(config.get("epochs_per_step", 1) * -(-rows // (config.get("minibatch_size") or rows)))
+    return " or ".join(map(str, sorted(found)))
+
+
 def series(run: Run, key: str) -> dict[int, float]:
     """The values of a key of metrics.jsonl by step, without those that are not finite."""
     points = ((step_of(row), number(row.get(key))) for row in run.metrics.rows)
