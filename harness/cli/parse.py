@@ -159,13 +159,24 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", "config", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
             new, old = (" ".join(value) or "none" if isinstance(value, tuple) else value for value in (new, old))
             raise UserError(
                 f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, except "
-                "for a higher --steps and other batch sizes"
+                f"for a higher --steps and other batch sizes; {_other_way(Path(config.resume).expanduser(), name)}"
             )
     return config
+
+
+def _other_way(run: Path, changed: str) -> str:
+    """How to go on from a run with another value of a setting, in place of `--resume`."""
+    newest = max(run.glob("checkpoints/step_*[0-9]"), key=lambda path: (len(path.name), path.name), default=None)
+    if changed == "steps":
+        return "Ctrl-C ends it earlier" + (f", and its newest weights are in {shown(newest)}" if newest else "")
+    model = f" --model {shlex.quote(shown(newest))}" if newest and changed != "model" else ""
+    weights = " and newest weights" if model else ""
+    settings = shlex.quote(shown(run / "config.json"))
+    return f"a new run takes its settings{weights}: --config {settings}{model} {flag(changed)} ..."
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
