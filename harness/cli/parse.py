@@ -26,7 +26,14 @@ from harness.run.machine import with_threads
 from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
 from harness.run.signals import may_say_why
 
-OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
+# Of flags: of TRL, and of evaluate.py and the experiments, which name how many questions they ask
+OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
+OTHER_NAMES += (
+    ("limit", "max-prompts"),
+    ("max-prompts", "limit"),
+    ("limit", "max-pairs"),
+    ("max-prompts", "max-pairs"),
+)
 
 
 def parse_config(
@@ -70,10 +77,11 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
         what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # the rest is for readers of the file
         show_description(what_it_is, shutil.get_terminal_size().columns)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
-    for other, name in OTHER_NAMES.items():
-        if f"--{other}" in words and name.replace("-", "_") in get_type_hints(config_class):
+    hints = get_type_hints(config_class)
+    for other, name in OTHER_NAMES:
+        if f"--{other}" in words and name.replace("-", "_") in hints and other.replace("-", "_") not in hints:
             raise UserError(f"there is no flag --{other}: use --{name}")
-    for name, kind in get_type_hints(config_class).items():  # tyro would drop the first values
+    for name, kind in hints.items():  # tyro would drop the first values
         if kind == tuple[str, ...] and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")
     return argv

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
-from harness.base.config import PolicyConfig
+from harness.base.config import Group, PolicyConfig
 from harness.base.flags import group_fields
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
@@ -56,7 +56,10 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
     num_processes = machine.get("processes", 1)
     say(f"settings of {num_processes} processes:" if num_processes > 1 else "settings:")
+    has_judge = getattr(config, "reward_model", None) or getattr(config, "reward_model_url", None)
     for group, fields in group_fields(config).items():
+        if group == Group.JUDGE.value and not has_judge:
+            continue
         values = [(field.name, getattr(config, field.name), field.default) for field in fields]
         shown = [f"{name}={value}" for name, value, default in values if value or (default and value != default)]
         if shown:
