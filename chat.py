@@ -130,6 +130,8 @@ def read_lines(console: Console) -> Iterator[str]:
         if not is_typed and not line:
             return
         if line.strip():
+            if not is_typed:  # a terminal shows what is typed
+                console.print(Text("> ", style="bold") + Text(visible(line.strip())))
             yield line.strip()
 
 

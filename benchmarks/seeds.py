@@ -4,6 +4,7 @@
 
 Existing runs are not repeated. The script keeps the runs in <experiment>/results/ (metrics.csv and runs.json), and
 draws <experiment>/curve.png, which also shows the runs of the experiment's parent or, if it has none, of that one's.
+With a --prefix of which no runs are kept there, it only draws <runs-dir>/<experiment>/<prefix>_curve.png.
 """
 
 import ast
@@ -18,8 +19,9 @@ from pathlib import Path
 import tyro
 
 from viewer.bands import draw_comparison
-from viewer.groups import read_run
-from viewer.results import keep_runs, read_runs
+from viewer.groups import Groups, read_run
+from viewer.results import keep_runs, names_in, read_runs
+from viewer.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl")
@@ -30,7 +32,7 @@ class Config:
     experiment: tyro.conf.Positional[str]  # directory of the experiment
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
     model: str | None = None  # the policy that each run starts from; None: the experiment's own
-    prefix: str = "seed"  # runs and results are called <prefix><seed>
+    prefix: str = "seed"  # runs are called <prefix><seed>; those of a new prefix stay in --runs-dir
     runs_dir: str = "runs"  # where the runs are written
     eval_every: int = 10  # steps between greedy evaluations
     flags: str = ""  # further flags of train.py, in one string
@@ -48,16 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command += (["--model", config.model] if config.model else []) + shlex.split(config.flags)
             print(shlex.join(command), flush=True)
             subprocess.run(command, check=True)
-    # only now: changed files here would mark the commit of later runs as changed
-    keep_runs(ROOT / config.experiment / "results", [read_run(place) for place in places.values()])
-    draw(config.experiment, config.panels, dict(entry.split("=", 1) for entry in config.also))
+    runs, results = [read_run(place) for place in places.values()], ROOT / config.experiment / "results"
+    if config.prefix in {"seed", *(name.rstrip("0123456789") for name in names_in(results))}:
+        keep_runs(results, runs)  # only now: changed files here would mark the commit of later runs as changed
+        own, figure = {}, ROOT / config.experiment / "curve.png"
+    else:
+        own = {f"{config.experiment}/{config.prefix}*": runs}
+        figure = Path(config.runs_dir) / config.experiment / f"{config.prefix}_curve.png"
+    draw(config.experiment, config.panels, dict(entry.split("=", 1) for entry in config.also), figure, own)
+    print(f"figure: {figure}")
 
 
-def draw(experiment: str, panels: Sequence[str], also: dict[str, str]) -> None:
+def draw(experiment: str, panels: Sequence[str], also: dict[str, str], figure: Path, own: Groups) -> None:
     """Draw the curve of the experiment: its runs, its parent's runs on the same task, and other runs of the experiment.
 
     Args:
         also: labels of the other runs, by the beginning of their names.
+        own: runs that are not kept, by their label.
     """
     places = {
         experiment: (experiment, "seed"),
@@ -65,19 +74,19 @@ def draw(experiment: str, panels: Sequence[str], also: dict[str, str]) -> None:
     }
     places |= {label: (experiment, prefix) for prefix, label in also.items()}
     parent = parent_of(experiment)
-    while parent and "seed0" not in read_runs(ROOT / parent / "results"):
+    while parent and not kept(parent, "seed"):
         parent = parent_of(parent)
-    if parent and task_of(parent) == task_of(experiment):
-        places = {parent: (parent, "seed")} | places
-    groups = {
-        label: [run for name, run in read_runs(ROOT / place / "results").items() if name.startswith(prefix)]
-        for label, (place, prefix) in places.items()
-    }
-    draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
+    groups = {label: kept(*place) for label, place in places.items()} | own
+    tasks = [{run.config.get("task") for run in runs} for runs in (kept(parent, "seed"), *groups.values()) if runs]
+    if parent and all(task == tasks[0] for task in tasks):
+        groups = {parent: kept(parent, "seed")} | groups
+    draw_comparison({label: runs for label, runs in groups.items() if runs}, figure, panels)
 
 
-def task_of(experiment: str) -> str:
-    return read_runs(ROOT / experiment / "results")["seed0"].config["task"]
+def kept(experiment: str | None, prefix: str) -> list[Run]:
+    """The kept runs of an experiment whose names begin so."""
+    results = read_runs(ROOT / experiment / "results") if experiment else {}
+    return [run for name, run in results.items() if name.startswith(prefix)]
 
 
 def parent_of(experiment: str) -> str | None:

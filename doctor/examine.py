@@ -8,11 +8,13 @@ from doctor.examined_loss import Loss
 from doctor.findings import CHECKS, NOT_EXAMINED, NOTE, TRAP, Finding, Report, UnusableError, either
 from doctor.objective import check_objective
 from doctor.user_file import UserFile
-from doctor.weights import check_weights
+from doctor.weights import check_weights, check_without_advantages
 
 # After the traps in FIRST, the terms of tokens cannot be told from their weights; HARMLESS traps do not affect them
 FIRST = {"zero_gradient", "off_by_one", "sign", "tokens_left_out", "end_of_turn_masked", "advantages_rescaled"}
 HARMLESS = {"micro_batch_mean", "padded_width", "empty_row", "declared"}
+OF_ADVANTAGES = ("advantages_rescaled", "sign", "normalisation", "micro_batch_mean", "empty_row", "one_update", "clip")
+OF_ADVANTAGES += ("kl_over_padding", "kl_gradient", "whole_loss")  # checks that need them
 
 
 def examine(path: Path, announce: Callable[[str, Report], None] = lambda what, report: None) -> Report:
@@ -45,10 +47,14 @@ def check_loss(file: UserFile) -> Iterator[Finding]:
     """All checks of the user's `policy_loss`."""
     loss = Loss(file)
     traps = set()
-    for finding in check_weights(loss, file.declared):
+    has_advantages = "advantages" in loss.knows
+    for finding in check_weights(loss, file.declared) if has_advantages else check_without_advantages(loss):
         traps |= {finding.check} if finding.status == TRAP else set()
         yield finding
-    if traps & FIRST:
+    if not has_advantages:
+        sentence = "The loss takes no advantages (as one of pairs, DPO's): a token has no weight to compare."
+        yield from (Finding(check, NOT_EXAMINED, sentence) for check in OF_ADVANTAGES)
+    elif traps & FIRST:
         sentence = f"Not examined before another trap is gone: {', '.join(sorted(traps & FIRST))}."
         checks = ("one_update", "clip", "kl_over_padding", "kl_gradient", "whole_loss")
         yield from (Finding(check, NOT_EXAMINED, sentence) for check in checks)

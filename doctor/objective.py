@@ -10,9 +10,10 @@ from itertools import chain
 
 import torch
 
-from doctor.batches import ACTION, PROMPT, PROMPT_COLUMNS, Batch, make_batch
+from doctor.batches import ACTION, PROMPT_COLUMNS, Batch, make_batch
 from doctor.examined_loss import Loss
 from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, agree, compare, number
+from doctor.weights import check_ignored_values
 
 INFINITY = float("inf")
 RATIOS = 0.305 + 0.01 * torch.arange(370)  # up to 4, none of them on the edge of a clip range
@@ -35,6 +36,7 @@ class Shape:
     range: tuple[float, float] | None = None  # how far below and above 1 the ratio may go
     kl: str = ""  # a key of KL_SLOPES
     kl_weight: float = 0.0
+    why_not: str = "it is not PPO's surrogate with a KL penalty of equal weights"  # if it cannot be compared
 
 
 def check_objective(loss: Loss, broken: set[str]) -> Iterator[Finding]:
@@ -45,12 +47,12 @@ def check_objective(loss: Loss, broken: set[str]) -> Iterator[Finding]:
         known |= {finding.check} if finding.status == TRAP else set()
         yield finding
     if known or not shape.range:
-        why = ": it is not PPO's surrogate with a KL penalty of equal weights."
+        why = f": {shape.why_not}."
         why = f", because of: {', '.join(sorted(known))}." if known else why
         yield Finding("whole_loss", NOT_EXAMINED, f"Not compared with a slow loop as a whole{why}")
     else:
         yield _whole_loss(loss, shape)
-    yield _ignored_values(loss)
+    yield check_ignored_values(loss)
 
 
 def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
@@ -66,7 +68,11 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
     old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless there is one ratio per row
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
     if not agree(before, after):
-        yield Finding("clip", NOT_EXAMINED, "The ratio is of a sequence (as in GSPO), not of a token.")
+        shape.why_not = "its ratio is of a sequence"
+        sentence = (
+            "The ratio is of a sequence (as in GSPO), not of a token, so that no curve of a token shows its clip."
+        )
+        yield Finding("clip", NOT_EXAMINED, sentence)
         return
     curves = _curves(loss)
     other = _other_surrogate(curves, loss.clip_range is not None)
@@ -262,18 +268,3 @@ def _slow_gradient(loss: Loss, batch: Batch, weights: torch.Tensor, shape: Shape
         surrogate = 0.0 if is_clipped else -ratio * advantage  # the slope of -min(ratio A, clip(ratio) A)
         expected[at] = weights[at] * (surrogate + (kl, kl * ratio, 0.0)[with_ratio])
     return expected
-
-
-def _ignored_values(loss: Loss) -> Finding:
-    """Extreme values outside the mask, which no model returns."""
-    loss.check = "ignored_values"
-    batch = make_batch()
-    expected, _ = loss(batch)
-    outside = (batch.kinds != ACTION) & (batch.kinds != PROMPT)
-    values = {"log_probs": -INFINITY, "old_log_probs": -INFINITY, "log_probs_ref": 1e4}
-    changed = {name: torch.where(outside, value, getattr(batch, name)) for name, value in values.items()}
-    got, gradient = loss(replace(batch, **changed), may_be_nan=True)
-    if agree(expected, got) and gradient.isfinite().all():
-        return Finding("ignored_values", OK, "What is outside the mask is never read, not even an infinity.")
-    infinite = "Infinite log-probs outside the mask make the loss NaN"
-    return Finding("ignored_values", NOTE, f"{infinite}: times 0 does not leave them out, torch.where does.")

@@ -1,5 +1,6 @@
 """Checks of `policy_loss`: which tokens count, and how much."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -57,6 +58,40 @@ def check_weights(loss: Loss, declared: str) -> Iterator[Finding]:
     trap = f"The loss depends on how far a batch is padded: {trap}"
     yield compare("padded_width", expected, got, trap, "More padding does not change a token's weight.")
     yield _empty_row(loss)
+
+
+def check_without_advantages(loss: Loss) -> Iterator[Finding]:
+    """The checks of tokens that hold for every loss, such as one of pairs: by its gradient instead of by weights."""
+    batch = make_batch()
+    loss.check = "zero_gradient"
+    _, gradient = loss(batch)
+    trap = "The gradient by every log-prob is 0, so that nothing is learned."
+    learns = bool(gradient.abs().max() > 1e-9)
+    yield either("zero_gradient", learns, trap, "The log-probs have a gradient.", 1.0, float(learns))
+    if not learns:
+        return
+    yield from _terms(loss, batch)
+    yield from _which_tokens(batch, gradient)
+    loss.check = "padded_width"
+    expected, got = (float(each[FIRST]) for each in (gradient, loss(batch.padded(6))[1]))
+    trap = "The loss depends on how far a batch is padded: 6 more columns of padding change a token's gradient."
+    yield compare("padded_width", expected, got, trap, "More padding does not change a token's gradient.")
+    yield check_ignored_values(loss)
+
+
+def check_ignored_values(loss: Loss) -> Finding:
+    """Extreme values outside the mask, which no model returns."""
+    loss.check = "ignored_values"
+    batch = make_batch()
+    expected, _ = loss(batch)
+    outside = (batch.kinds != ACTION) & (batch.kinds != PROMPT)
+    values = {"log_probs": -math.inf, "old_log_probs": -math.inf, "log_probs_ref": 1e4}
+    changed = {name: torch.where(outside, value, getattr(batch, name)) for name, value in values.items()}
+    got, gradient = loss(replace(batch, **changed), may_be_nan=True)
+    if agree(expected, got) and gradient.isfinite().all():
+        return Finding("ignored_values", OK, "What is outside the mask is never read, not even an infinity.")
+    infinite = "Infinite log-probs outside the mask make the loss NaN"
+    return Finding("ignored_values", NOTE, f"{infinite}: times 0 does not leave them out, torch.where does.")
 
 
 def _zero_gradient(loss: Loss, batch: Batch) -> Finding:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from viewer.groups import Groups, plain, series
+from viewer.groups import Groups, plain, series, updates_per_step
 from viewer.runs import Run, rolling_means
 from viewer.save_figure import save_figure
 
@@ -31,12 +31,18 @@ NUM_COLORS = 10  # of matplotlib; then the lines are dashed
 
 
 def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
-    """Draw the runs of each group into a figure: a large panel for the first key, and others beside it."""
+    """Draw the runs of each group into a figure: a large panel for the first key, and others beside it.
+
+    The labels say how many updates a step has, if the groups differ in that.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
+    updates = {label: updates_per_step(runs) for label, runs in groups.items()}
+    if len({*updates.values()}) > 1:
+        groups = {f"{label}, updates per step: {updates[label]}": runs for label, runs in groups.items()}
     figure = plt.figure(figsize=(11, 5.5))
     grid = figure.add_gridspec(max(1, len(panels) - 1), 5)
     places = [grid[:, :3] if panels[1:] else grid[:, :], *(grid[row, 3:] for row in range(len(panels) - 1))]

@@ -18,6 +18,8 @@ same value) its 95 % interval of Wilson (1927) is in brackets, with z = 1.96:
 It says how far the accuracy on all questions of this kind can be from that on these n, and nothing about other seeds.
 All runs answer the same questions, so a difference between two runs can be surer than their intervals suggest. There is
 no interval if n is not --eval-prompts (there were fewer questions), or if answers count in part: p n is not whole then.
+"Sampled" is the accuracy of sampled answers. The last columns are the settings that differ. If one is the number of
+updates per step, the labels of the figure say it.
 """
 
 import difflib

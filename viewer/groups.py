@@ -16,7 +16,7 @@ NOT_LEARNED |= {"command", "experiment", "about", "loss", "processes", "sources"
 NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every", "progress"}
 NOT_LEARNED |= {"micro_batch_size", "tokens_per_micro_batch", "pack", "generation_batch_size", "tensor_parallel"}
 NOT_LEARNED |= {"engine_url", "engine", "config", "wandb_project", "wandb_group", "watch", "profile", "keep_best"}
-NOT_LEARNED |= {"eval_sets", "eval_suite"}
+NOT_LEARNED |= {"eval_sets", "eval_suite", "changed"}
 MOST_SHOWN = 3  # settings in the label of a group
 
 Groups = dict[str, list[Run]]
@@ -172,6 +172,30 @@ def _content(run: Run, name: str) -> object:
 def _value(run: Run, name: str) -> str:
     text = str(run.config[name])
     return text if len(text) <= 24 else f"...{text[-21:]}"
+
+
+def setting(runs: list[Run], name: str) -> str:
+    """The values of a setting in a group; of a file that changed, with the beginning of its checksum."""
+    contents = dict.fromkeys(
+        _value(run, name) + (f" ({content[:6]})" if (content := _content(run, name)) != run.config[name] else "")
+        for run in runs
+    )
+    return ", ".join(contents)
+
+
+def updates_per_step(runs: list[Run]) -> str:
+    """How many optimizer steps the update of a rollout has.
+
+    >>> run = Run.__new__(Run)
+    >>> run.config = {"prompts_per_step": 16, "group_size": 8, "minibatch_size": 32, "epochs_per_step": 4}
+    >>> updates_per_step([run])
+    '16'
+    """
+    found = set()
+    for config in (run.config for run in runs):
+        rows = config.get("prompts_per_step", 1) * config.get("group_size", 1)
+        found.add(config.get("epochs_per_step", 1) * -(-rows // (config.get("minibatch_size") or rows)))
+    return " or ".join(map(str, sorted(found)))
 
 
 def series(run: Run, key: str) -> dict[int, float]:

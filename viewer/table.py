@@ -1,9 +1,10 @@
 """The table of a comparison: the results and the costs of each group of runs. See viewer/compare.py."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import NormalDist, fmean
 
-from viewer.groups import Groups, plain, series
+from viewer.groups import Groups, differences, plain, series, setting
 from viewer.runs import Run, number
 
 Z = NormalDist().inv_cdf(0.975)
@@ -26,13 +27,13 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 # Values of a run; None if it has none
 
 
-def held_out(run: Run, name: str, is_after: bool) -> float | None:
+def held_out(run: Run, name: str, is_after: bool, kind: str = "greedy") -> float | None:
     """The greedy accuracy before training or at the last evaluation; experiment_sft has it only in its summary."""
-    points = series(run, f"eval/greedy/{name}")
+    points = series(run, f"eval/{kind}/{name}")
     if not is_after:
         return points.get(0)
     points.pop(0, None)
-    return points[max(points)] if points else number((run.summary or {}).get(f"eval/greedy/{name}"))
+    return points[max(points)] if points else number((run.summary or {}).get(f"eval/{kind}/{name}"))
 
 
 def mean_of_steps(run: Run, key: str, is_after: bool = True) -> float | None:
@@ -126,6 +127,10 @@ ACCURACY: Columns = {
     "accuracy\nbefore": accuracy(is_after=False),
     "accuracy\nafter": accuracy(is_after=True),
 }
+SAMPLED: Columns = {
+    "sampled\nbefore": over_runs(lambda run: held_out(run, "accuracy", False, "sampled"), ".3f"),
+    "sampled\nafter": over_runs(lambda run: held_out(run, "accuracy", True, "sampled"), ".3f", is_end=True),
+}
 REWARD: Columns = {  # in the place of accuracy, where a task has none
     "reward\nat first": over_runs(lambda run: mean_of_steps(run, "reward/total", False), ".3f"),
     "reward\nat last": over_runs(lambda run: mean_of_steps(run, "reward/total"), ".3f", is_end=True),
@@ -144,7 +149,10 @@ COST: Columns = {
 
 
 def print_table(rows: Groups, left_out: list[str]) -> None:
-    """Print a row for each group of runs, in several tables if the terminal is too narrow for one; then remarks."""
+    """Print a row for each group of runs: results, costs, and the settings that differ; then remarks.
+
+    These are several tables if the terminal is too narrow for one.
+    """
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -155,7 +163,10 @@ def print_table(rows: Groups, left_out: list[str]) -> None:
         rows = {label.partition("/")[2]: runs for label, runs in rows.items()}
     has_accuracy = all(cell(runs) != MISSING for cell in ACCURACY.values() for runs in rows.values())
     parts: list[Columns] = []
-    for part in (ACCURACY, {} if has_accuracy else REWARD, LENGTH, COST):
+    different = [name for name in differences([run for runs in rows.values() for run in runs]) if name != "steps"]
+    settings = ({plain(name): partial(setting, name=name) for name in different[start : start + 5]}
+                for start in range(0, len(different), 5))  # fmt: skip
+    for part in (ACCURACY, SAMPLED, {} if has_accuracy else REWARD, LENGTH, COST, *settings):
         part = {heading: cell for heading, cell in part.items() if any(cell(runs) != MISSING for runs in rows.values())}
         wider = _table(rows, (parts[-1] if parts else {}) | part, console.width)
         if parts and Measurement.get(console, console.options.update_width(10_000), wider).maximum <= console.width:
@@ -165,7 +176,8 @@ def print_table(rows: Groups, left_out: list[str]) -> None:
     for part in parts:
         console.print(_table(rows, part, console.width))
         console.print()
-    explained = how_to_read([cell(runs) for part in parts for cell in part.values() for runs in rows.values()])
+    measured = {heading: cell for part in parts for heading, cell in part.items() if heading not in different}
+    explained = how_to_read([*measured], [cell(runs) for cell in measured.values() for runs in rows.values()])
     for sentence in [explained, *remarks(rows), *(f"Left out: {reason}." for reason in left_out)]:
         console.print(plain(sentence), markup=False)
 
@@ -185,9 +197,10 @@ def _table(rows: Groups, columns: Columns, width: int):
     return table
 
 
-def how_to_read(cells: list[str]) -> str:
+def how_to_read(headings: list[str], cells: list[str]) -> str:
     text = "".join(cells)
     parts = ["Accuracy and length: greedy answers to held-out questions"]
+    parts += ["sampled: accuracy of sampled answers, mean of 8 per question"] if {*headings} & SAMPLED.keys() else []
     parts += ["in brackets: 95 % interval over the questions"] if "[" in text else []
     parts += ["in parentheses: lowest and highest run"] if "(" in text else []
     return "; ".join([*parts, f"KL and reward: means over {LAST} steps"]) + "."

@@ -3,7 +3,9 @@
 import importlib.util
 import math
 import numbers
+import operator
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,6 +58,28 @@ def parse_sources(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
             raise UserError(f"{flag} {printable(pair, 60)}: {name} is given twice")
         sources[name] = source
     return sources
+
+
+def parse_target(text: str | None) -> tuple[str, Callable[[float, float], bool], float] | None:
+    """The metric, comparison and number of `--stop-when`; None if it has none.
+
+    >>> parse_target("loss/kl > 0.5"), parse_target("over-optimised")
+    (('loss/kl', <built-in function gt>, 0.5), None)
+    """
+    if text in (None, "over-optimised"):
+        return None
+    match = re.fullmatch(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([^\s<>=]+)\s*", text)
+    with suppress(ValueError):
+        if match and math.isfinite(number := float(match[3])):
+            return (
+                match[1],
+                {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}[match[2]],
+                number,
+            )
+    raise UserError(
+        f"--stop-when {printable(text, 60)}: this is neither over-optimised nor a metric and a value in quotes, like "
+        '"eval/greedy/accuracy>=0.9"'
+    )
 
 
 def check_texts(config: object) -> None:
@@ -150,6 +174,7 @@ def _check_training(config: PolicyConfig) -> None:
                 f"--keep-best compares evaluations, and --eval-every {config.eval_every} makes none during training: "
                 "give a number from 1 to --steps"
             )
+    parse_target(getattr(config, "stop_when", None))
     if getattr(config, "steps_ahead", 0) and config.epochs is not None:
         raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
     if getattr(config, "tools", None) and not config.tool:

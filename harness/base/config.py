@@ -242,11 +242,12 @@ class RunConfig(AskedConfig):
     answer_begins: OfJudge[str | None] = None
     strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead
-    # end early when the reward model's score rises while the held-out accuracy falls
-    stop_when: OfJudge[Literal["over-optimised"] | None] = None
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
+    # end early once a metric of a step has a value, in quotes: "eval/greedy/accuracy>=0.9" (or <=, >, <); or, with a
+    # reward model, over-optimised: when its score rises while the held-out accuracy falls
+    stop_when: OfEvaluation[str | None] = None
     # NAME=SOURCE: further held-out questions of the task, each with its own curve, eval/NAME/greedy/accuracy
     eval_sets: OfEvaluation[tuple[str, ...]] = ()
     eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as further sets

@@ -21,12 +21,19 @@ from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve, shown
 from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
-from harness.data.task import bundled_tasks, task_of
+from harness.data.task import bundled_tasks
 from harness.run.machine import with_threads
-from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings
+from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
 from harness.run.signals import may_say_why
 
-OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
+# Of flags: of TRL, and of evaluate.py and the experiments, which name how many questions they ask
+OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
+OTHER_NAMES += (
+    ("limit", "max-prompts"),
+    ("max-prompts", "limit"),
+    ("limit", "max-pairs"),
+    ("max-prompts", "max-pairs"),
+)
 
 
 def parse_config(
@@ -45,11 +52,8 @@ def parse_config(
     checks.check_device(config.device)
     if config.kind not in resolved:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
-    defaults = resolved[config.kind]
     checks.check_ranges(config)  # before the task, whose first reward takes time
-    if hasattr(config, "system_prompt"):
-        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
-    config = resolve(config, defaults)
+    config = resolve(config, resolved_defaults(config, resolved))
     checks.check_combinations(config)
     checks.tell_limits(config)
     if hasattr(config, "engine_url"):
@@ -73,10 +77,11 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
         what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # the rest is for readers of the file
         show_description(what_it_is, shutil.get_terminal_size().columns)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
-    for other, name in OTHER_NAMES.items():
-        if f"--{other}" in words and name.replace("-", "_") in get_type_hints(config_class):
+    hints = get_type_hints(config_class)
+    for other, name in OTHER_NAMES:
+        if f"--{other}" in words and name.replace("-", "_") in hints and other.replace("-", "_") not in hints:
             raise UserError(f"there is no flag --{other}: use --{name}")
-    for name, kind in get_type_hints(config_class).items():  # tyro would drop the first values
+    for name, kind in hints.items():  # tyro would drop the first values
         if kind == tuple[str, ...] and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")
     return argv
@@ -162,13 +167,24 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", "config", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
             new, old = (" ".join(value) or "none" if isinstance(value, tuple) else value for value in (new, old))
             raise UserError(
                 f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, except "
-                "for a higher --steps and other batch sizes"
+                f"for a higher --steps and other batch sizes; {_other_way(Path(config.resume).expanduser(), name)}"
             )
     return config
+
+
+def _other_way(run: Path, changed: str) -> str:
+    """How to go on from a run with another value of a setting, in place of `--resume`."""
+    newest = max(run.glob("checkpoints/step_*[0-9]"), key=lambda path: (len(path.name), path.name), default=None)
+    if changed == "steps":
+        return "Ctrl-C ends it earlier" + (f", and its newest weights are in {shown(newest)}" if newest else "")
+    model = f" --model {shlex.quote(shown(newest))}" if newest and changed != "model" else ""
+    weights = " and newest weights" if model else ""
+    settings = shlex.quote(shown(run / "config.json"))
+    return f"a new run takes its settings{weights}: --config {settings}{model} {flag(changed)} ..."
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:

@@ -58,7 +58,8 @@ def load_judge(config: RunConfig) -> Judge | None:
         raise UserError("--reward-model and --reward-model-url are two judges: give one")
     if not given:
         for name in ("answer_begins", "strict", "stop_when"):
-            if getattr(config, name, None):
+            value = getattr(config, name, None)
+            if value and (name != "stop_when" or value == "over-optimised"):
                 raise UserError(f"--{name.replace('_', '-')} is about a reward model: give --reward-model")
         return None
     if config.strict and config.answer_begins is None:

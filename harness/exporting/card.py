@@ -4,29 +4,31 @@ Names, settings and texts come from the user's machine and from data: no path of
 can break out of its code block or line.
 """
 
-import dataclasses
 import json
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from jinja2 import Environment
 
 from viewer.table import wilson
 
 from harness.base.checks import flag
-from harness.base.config import BUNDLED, RunConfig, is_hub_id
+from harness.base.config import BUNDLED, is_hub_id
 from harness.base.hub import is_hub_source
 from harness.base.terminal import printable, visible
 from harness.exporting.source import Source
 from harness.exporting.writing import Questions
+from harness.run.settings import NOT_FLAGS
 
-# For flags that name a file or directory, the last part is shown
-PLACES = ("model", "task", "chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
-TEXTS = ("system_prompt", "completion_prefix")
-WORDS = ("dtype", "load_in", "attn_implementation", "device")  # further flags to show, which every experiment has
-HIDDEN = ("wandb", "watch", "estimate", "engine_start", "engine_url", "engine", "search_url")
+# Flags that name a model, a data set or a file: of a path the last part is shown
+PLACES = ("model", "reward_model", "teacher", "task", "data", "eval_data")
+TEXTS = ("system_prompt", "completion_prefix", "answer_begins")  # may begin with a slash
+STAND_INS = {"engine_start": "PYTHON", "engine": "URL"}
+# Of this machine, or of no effect on the policy
+HIDDEN = {"name", "runs_dir", "resume", "config", "threads", "watch", "profile"}
+HIDDEN |= {"wandb", "wandb_project", "wandb_group"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,41 +92,46 @@ class Card:
 
 
 def public_command(settings: dict) -> str:
-    """The command of a run with the settings that were given, without details of the machine."""
-    words = [word for word in settings["command"] if word.startswith("--")]
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    given |= {name.removeprefix("no_") for name in given}
+    """The command of a run with all settings that are not the defaults, without details of the machine.
+
+    Older runs did not record which these are: of them, all settings are shown.
+    """
     experiment = re.sub(r"\W", "_", settings["experiment"])
     command = ["python", f"{experiment}/train.py"]
-    for name, value in settings.items():
-        if name in given and name not in HIDDEN:
-            command += _public(name, value)
+    for name in settings.get("changed", [name for name in settings if name not in NOT_FLAGS]):
+        if name not in HIDDEN and settings[name] is not None:
+            command += _public(name, settings[name])
     return shlex.join(command)
 
 
 def _public(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag(name) if value else flag(f"no_{name}")]
-    if isinstance(value, int | float):
-        return [flag(name), str(value)]
-    if isinstance(value, list):  # NAME=NUMBER
-        return [flag(name), *value] if value else []
-    if name in PLACES and value is not None:
-        return [flag(name), place(name, value)]
-    if name in TEXTS and value is not None:
-        return [flag(name), printable(value, 2000)]
-    is_of_the_algorithm = name not in {field.name for field in dataclasses.fields(RunConfig)}
-    is_shown = (is_of_the_algorithm or name in WORDS) and re.fullmatch(r"[\w.:-]{1,40}", value or "")
-    return [flag(name), value] if is_shown else []
+    if isinstance(value, list):
+        return [flag(name), *(_text(name, str(entry)) for entry in value)] if value else []
+    text = _text(name, str(value))
+    return [f"{flag(name)}={text}"] if text.startswith("-") else [flag(name), text]
+
+
+def _text(name: str, value: str) -> str:
+    if name in STAND_INS or name.endswith("_url"):
+        return STAND_INS.get(name, "URL")
+    if name in TEXTS:
+        return visible(value)  # whole, with its line breaks
+    label, is_pair, source = value.partition("=")  # of --eval-sets
+    if is_pair:
+        return f"{printable(label, 100)}={_text(name, source)}"
+    is_path = any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath))
+    return place(name, value) if name in PLACES or is_path else printable(value, 2000)
 
 
 def place(name: str, value: str) -> str:
     """A hub id, the name of a bundled model or task, or the last part of a path.
 
-    >>> place("model", "/home/ada/models/llama"), place("model", "Qwen/Qwen2.5-0.5B"), place("task", "gsm8k")
+    >>> place("model", "/home/ada/models/llama"), place("teacher", "Qwen/Qwen2.5-0.5B"), place("task", "gsm8k")
     ('llama', 'Qwen/Qwen2.5-0.5B', 'gsm8k')
     """
-    is_on_hub = is_hub_id(value) if name == "model" else name in ("data", "eval_data") and is_hub_source(value)
+    is_on_hub = name != "task" and (is_hub_source if "data" in name else is_hub_id)(value)
     if is_on_hub and not Path(value).exists():
         return value
     return printable(PureWindowsPath(value).name or "a directory", 100)

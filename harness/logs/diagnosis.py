@@ -88,6 +88,17 @@ class Diagnosis:
                 f"{share:.0%} of the groups have returns below 0, where a mean is no success rate: MaxRL measures them "
                 "from the lowest of the group; rewards of 0 and 1 keep its objective (--reward-weight, or the task)"
             )
+        now, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
+        accuracies = [now.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]
+        if is_rewarded and now.get("step") == 0 and max(accuracies) <= 0:
+            share = 1 - now.get("eval/sampled/stopped", 1.0)
+            first = f"first raise --max-new-tokens, as {share:.0%} are cut off, and " if share > 0.5 else ""
+            found["nothing is right before training"] = (
+                "none of the held-out answers is right before training, greedy or sampled, and then a reward for right "
+                f"answers alone teaches nothing: {first}read some (before.json); what helps: examples of answers "
+                "in --system-prompt, rewards for parts of the way (--reward-functions), experiment_sft first, easier "
+                "questions (--data)"
+            )
         difference = self._mean("policy/sampling_log_prob_difference", 1)
         off, limit = abs(self._mean("policy/first_ratio", 1) - 1), sampling_limit(config)
         if difference > limit or off > limit:

@@ -89,7 +89,7 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
     share = one["total"] / room
     fits = "fits" if share <= FULL else "does not fit" if share > 1 else "hardly fits"
     say(f"one process {fits}: {one['total'] / GB:.1f} of {room / GB:.1f} GB ({share:.0%})")
-    found = [f"{flags} ({saved / GB:.2g} GB)" for saved, flags in savings(config, shape, prompt)[:3]]
+    found = [f"{flags} saves {float(f'{saved / GB:.2g}'):,g} GB" for saved, flags in savings(config, shape, prompt)[:3]]
     say("less memory: " + ("; ".join(found) or "no flag helps much"))
 
 

@@ -9,12 +9,13 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
-from harness.base.config import PolicyConfig
+from harness.base.config import Group, PolicyConfig
 from harness.base.flags import group_fields
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
     MAY_CHANGE,
+    changed_settings,
     check_sources,
     describe_settings,
     read_settings,
@@ -56,7 +57,10 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
     num_processes = machine.get("processes", 1)
     say(f"settings of {num_processes} processes:" if num_processes > 1 else "settings:")
+    has_judge = getattr(config, "reward_model", None) or getattr(config, "reward_model_url", None)
     for group, fields in group_fields(config).items():
+        if group == Group.JUDGE.value and not has_judge:
+            continue
         values = [(field.name, getattr(config, field.name), field.default) for field in fields]
         shown = [f"{name}={value}" for name, value, default in values if value or (default and value != default)]
         if shown:
@@ -123,5 +127,6 @@ def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dic
             say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
     changed = ("steps", *MAY_CHANGE)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
+    settings |= {"changed": changed_settings(config)}
     write_settings(directory, settings | {"sources": sources, "task_failed": False})
     return found.step, history

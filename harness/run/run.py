@@ -23,6 +23,7 @@ from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
+from harness.base.checks import parse_target
 from harness.base.config import DTYPES, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
@@ -57,6 +58,8 @@ class Run:
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config, [] if task is None else task.paid)
+        self._target = parse_target(getattr(config, "stop_when", None))
+        self._is_reached = bool(directory.history) and self._reaches(directory.history[-1])
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # counts, for the summary
         self._tokens: TokenTexts | None = None  # None: unknown before `restore`
@@ -161,7 +164,25 @@ class Run:
 
     @property
     def _ends_early(self) -> bool:
-        return bool(getattr(self.config, "stop_when", None)) and OVER_OPTIMISED in self._diagnosis.findings
+        is_found = OVER_OPTIMISED in self._diagnosis.findings
+        return self._is_reached or (is_found and getattr(self.config, "stop_when", None) == "over-optimised")
+
+    def _reaches(self, metrics: dict[str, float]) -> bool:
+        """Whether a step's metrics reach the target of `--stop-when`."""
+        if self._target is None:
+            return False
+        name, compare, number = self._target
+        return name in metrics and compare(metrics[name], number)
+
+    def _check_target(self, step: int, metrics: dict[str, float]) -> None:
+        if self._target is None or (step and "time/step" not in metrics):  # the evaluation after training
+            return
+        when = f"--stop-when {printable(self.config.stop_when, 60)}"
+        if 0 < step == min(self.config.eval_every or 1, self._last_step) and self._target[0] not in self.newest:
+            self.tell(f"{when}: step {step} has no such metric; metrics.jsonl has all names")
+        if on_main(lambda: self._reaches(metrics)):  # costs differ among processes
+            self._is_reached = True
+            self.tell(f"step {step}: {self._target[0]} is {metrics[self._target[0]]:.4g}: training ends ({when})")
 
     def waiting(self) -> AbstractContextManager[None]:
         """Count the time within the block as spent waiting for other processes, see `costs`."""
@@ -193,6 +214,7 @@ class Run:
         for sentence in self._diagnosis.check({"step": step} | metrics):
             self.tell(f"step {step}: {sentence}")
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
+        self._check_target(step, metrics)
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
             why = (

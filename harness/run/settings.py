@@ -12,16 +12,17 @@ import torch
 from common.errors import UserError
 
 from harness.base.checks import flag
-from harness.base.config import ModelConfig, PolicyConfig
+from harness.base.config import RESOLVED, ModelConfig, PolicyConfig, resolve
 from harness.base.files import replace_file
 from harness.base.hub import commit_of
 from harness.base.ranks import is_first_here
 from harness.base.terminal import say
-from harness.data.task import Task
+from harness.data.task import Task, task_of
 
 # The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
 NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and about the terms of its loss
+NOT_FLAGS |= {"changed"}  # the names of the settings that are not the defaults
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 # May change, too: they limit memory and change no update
@@ -70,7 +71,26 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     if machine.get("processes", 1) > 1:
         settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
     about = (script.__doc__ or "").strip().partition("\n")[0]
-    return settings | {"about": about, "loss": inspect.getdoc(getattr(script, "policy_loss", None)) or ""}
+    loss = inspect.getdoc(getattr(script, "policy_loss", None)) or ""
+    return settings | {"about": about, "loss": loss, "changed": changed_settings(config)}
+
+
+def resolved_defaults(config: ModelConfig, resolved: dict[str, dict]) -> dict:
+    """The values of flags left at None, for this model and task."""
+    if not hasattr(config, "system_prompt"):
+        return resolved[config.kind]
+    system_prompt = "" if config.kind == "tiny" else task_of(config.task).system_prompt
+    return resolved[config.kind] | {"system_prompt": system_prompt}
+
+
+def changed_settings(config: PolicyConfig) -> list[str]:
+    """The names of the settings that are not the defaults of the experiment with this model, on this machine."""
+    fields = dataclasses.fields(config)
+    left_open = {field.name: field.default for field in fields if field.default in (None, "auto")}
+    resolved = getattr(sys.modules[type(config).__module__], "RESOLVED", RESOLVED)
+    usual = resolve(dataclasses.replace(config, **left_open), resolved_defaults(config, resolved))
+    defaults = {field.name: field.default for field in fields} | {name: getattr(usual, name) for name in left_open}
+    return [name for name, value in defaults.items() if getattr(config, name) != value]
 
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -128,7 +129,8 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     resume = f"resume with: {run.resume_command}"
     # an interrupt can become an error of another kind, for example during an import
     if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
-        return KeyboardInterrupt(f"interrupted; {resume}")
+        page = f"\nits page so far: python -m viewer {shlex.quote(str(run.directory))}" if run.newest else ""
+        return KeyboardInterrupt(f"interrupted; {resume}{page}")
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
     if is_main() and not is_kept:
         shutil.rmtree(run.directory)

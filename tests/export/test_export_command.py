@@ -6,9 +6,11 @@ names and texts, but no paths of this machine.
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -22,12 +24,14 @@ from common.chat import decode, encode_prompt
 from common.errors import UserError
 from common.sampling import sample
 
-from harness.base.config import BUNDLED, TINY_POLICY, ModelConfig
+from harness.base.config import BUNDLED, RESOLVED, TINY_POLICY, ModelConfig
+from harness.cli.parse import parse_config
 from harness.exporting.card import Card, public_command
 from harness.exporting.source import Source
 from harness.exporting.upload import push
 from harness.exporting.writing import Questions
 from harness.models.loading import load_policy
+from harness.run.settings import describe_settings
 from harness.run.start import run_main
 
 pytestmark = pytest.mark.drawn
@@ -346,14 +350,62 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings = {"experiment": "experiment_engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
     settings |= {"eval_data": str(tmp_path / "secret/test.jsonl"), "engine_start": "env KEY=sk-1 /home/ada/python"}
     settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
-    settings |= {"wandb": True, "save_merged": True, "variant": "mine"}
-    settings |= {"system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
-    words = [f"--{name.replace('_', '-')}" for name in settings if name != "experiment"]
-    settings["command"] = ["/home/ada/main/train.py", *words, "sk-1"]
+    settings |= {"wandb": True, "save_merged": True, "variant": "mine", "reward_model": "owner/judge", "top_p": 1.0}
+    settings |= {"system_prompt": "Say\n`it`.", "at_most": ["num_terms=2"], "eval_sets": ["a=/home/ada/a.jsonl"]}
+    settings |= {"changed": [name for name in settings if name not in ("experiment", "top_p")]}
     assert public_command(settings) == (
-        "python experiment_engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl --lr 1e-05 "
-        "--save-merged --variant mine --system-prompt 'Say `it`.' --at-most num_terms=2"
+        "python experiment_engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl "
+        "--engine-start PYTHON --engine-url URL --lr 1e-05 --save-merged --variant mine --reward-model owner/judge "
+        "--system-prompt 'Say\n`it`.' --at-most num_terms=2 --eval-sets a=a.jsonl"
     )
+    of_an_older_run = {name: value for name, value in settings.items() if name != "changed"}
+    assert public_command(of_an_older_run) == public_command(settings).replace(" --system", " --top-p 1.0 --system")
+
+
+EXPERIMENTS = sorted(path.parent.name for path in Path(__file__).parents[2].glob("experiment_*/train.py"))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_command_has_every_setting_of_the_run(load_script, tmp_path, monkeypatch, experiment):
+    """Each number and switch of the algorithm is another one, some from a file of settings; both give one config."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def short(completions, **_):\n    return [0.0 for _ in completions]\n")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / experiment)
+    train = load_script(f"{experiment}/train.py")
+    usual, defaults = train.Config(), getattr(train, "RESOLVED", RESOLVED)
+    own = inspect.get_annotations(train.Config).keys() - {"model", "runs_dir", "tool_seconds", "top_p"}
+    values = {name: value for name in own if isinstance(value := getattr(usual, name), int | float)}
+    other = {bool: lambda switch: not switch, int: lambda count: 2 * count, float: lambda number: number / 2}
+    file = {name: other[type(value)](value) for name, value in values.items()}
+    file |= {"name": "first", "lr": 3e-4, "seed": 7, "keep_checkpoints": 5, "dtype": "bfloat16", "runs_dir": "runs_2"}
+    more = {"reward_functions": "mine.py", "reward_weight": ["short=2"], "task": "countdown", "system_prompt": "-x\n y"}
+    file |= {name: value for name, value in more.items() if hasattr(usual, name) and experiment != "experiment_sft"}
+    Path("settings.yaml").write_text(yaml.safe_dump(file))
+    words = ["--engine-start", "PYTHON"] if experiment == "experiment_engine" else []
+    config = parse_config(train.Config, [*words, "--config", "settings.yaml"], "", defaults)
+    settings = json.loads(json.dumps(describe_settings(config, {})))
+    command = shlex.split(public_command(settings))
+    assert command[:2] == ["python", f"{experiment}/train.py"]
+    assert not {"--device", "--name", "--runs-dir", "--config"} & {*command}
+    again = parse_config(train.Config, command[2:], "", defaults)
+    assert again == dataclasses.replace(config, config=None, name=None, runs_dir=usual.runs_dir)
+
+
+def test_the_command_of_a_card_trains_the_same_policy(runs, export, load_script, tmp_path):
+    """The settings come from a file, and one of them is changed when the run is resumed."""
+    Path("mine.py").write_text("def short(completions, **_):\n    return [-0.01 * len(c) for c in completions]\n")
+    settings = {"steps": 1, "prompts_per_step": 2, "max_new_tokens": 12, "eval_prompts": 4, "device": "cpu", "lr": 1e-3}
+    settings |= {"reward_functions": "mine.py", "kl_weight": 0.0, "at_most": ["num_terms=2"]}
+    Path("settings.yaml").write_text(yaml.safe_dump(settings))
+    main, run = load_script("experiment_base/train.py").main, tmp_path / "runs/experiment_base/first"
+    main(["--config", "settings.yaml", "--name", "first"])
+    main(["--resume", str(run), "--steps", "2"])
+    export(run)
+    command = re.search(r"^python (\S+) (.*)$", (tmp_path / "exports/first/README.md").read_text(), re.MULTILINE)
+    assert command[1] == "experiment_base/train.py"
+    main([*shlex.split(command[2]), "--name", "again"])
+    weights = [load_file(run.with_name(name) / "final/model.safetensors") for name in ("first", "again")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_base_of_the_hub_is_named_with_its_relation(card):

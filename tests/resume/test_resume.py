@@ -246,6 +246,7 @@ def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, col
             assert not (directory / "metrics.jsonl").exists()
         command = shlex.split(re.search("^interrupted; resume with: (.*)$", errors, re.MULTILINE)[1])
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
+        assert ("python -m viewer 'runs/experiment_base/my run'" in errors) == is_in_a_step
     train("--resume", str(directory))
     assert_equal_runs(directory, tmp_path / "experiment_base" / "uninterrupted")
 
@@ -345,8 +346,18 @@ def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterru
 
 
 NOT_RESUMED = [  # changes of config.json, flags, and the sentence
-    ({}, "--lr 1e-3", "^--lr .* differs from the run's"),
-    ({}, "--steps 5", "^--steps .* differs from the run's"),
+    (
+        {},
+        "--lr 1e-3",
+        r"^--lr .* differs from the run's .*: --config config\.json --model \S+/step_10 --lr \.\.\.$",
+    ),
+    (
+        {},
+        "--model tiny_tools",
+        r"^--model .* differs from the run's tiny: .*: --config config\.json --model \.\.\.$",
+    ),
+    ({}, "--config x.yaml", "^--seed 5 differs from the run's 0"),
+    ({}, "--steps 5", r"^--steps .* differs from the run's 6: .*; Ctrl-C ends it earlier, .* are in \S+/step_10$"),
     ({}, "--wandb", "^--wandb .* differs from the run's"),
     ({"experiment": None}, "", "is not a run's$"),
     ({"experiment": "experiment_other"}, "", "is a run of experiment_other, not of experiment_base"),
@@ -355,7 +366,11 @@ NOT_RESUMED = [  # changes of config.json, flags, and the sentence
 
 
 @pytest.mark.parametrize(("change", "flags", "sentence"), NOT_RESUMED)
-def test_what_is_not_this_run_is_not_resumed(tmp_path, train, uninterrupted, change, flags, sentence):
+def test_what_is_not_this_run_is_not_resumed(tmp_path, monkeypatch, train, uninterrupted, change, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("seed: 5")
+    for step in (9, 10):
+        Path(f"checkpoints/step_{step}").mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(json_of(uninterrupted / "config.json") | change))
     with pytest.raises(UserError, match=sentence):
         train("--resume", str(tmp_path), *flags.split())

@@ -59,7 +59,8 @@ def test_tools_answer_within_an_answer(talk, tool, question, found):
 
 
 def test_why_shows_what_could_have_been_drawn(talk):
-    shown = talk("--greedy", says=f"{QUESTION}\n/why 2\n/why 99")
+    shown = talk("--greedy", says=f"{QUESTION}\n/why 2\n/why \x1b99")
+    assert [line for line in shown.splitlines() if line[0] == ">"] == [f"> {QUESTION}", "> /why 2", "> /why \ufffd99"]
     assert "'7' (drawn)" in shown
     assert "which of the" in shown
 

@@ -473,6 +473,19 @@ def keep_best(new, old):
     assert all(torch.equal(kept[name], weight) for name, weight in new.final().items()) == (best == 2)
 
 
+@changes("--stop-when loss/kl>0", also="--steps 4 --lr 1e-3")
+def stop_when(new, old):
+    """The first step, from the reference itself, has no KL."""
+    assert [run.read("summary.json")["steps"] for run in (new, old)] == [2, 4]
+    assert re.search(r"step 2: loss/kl is \S+: training ends \(--stop-when loss/kl>0\)", new.output)
+
+
+@changes("--stop-when eval/accuracy>=0")
+def stop_when_unknown(new, old):
+    assert "--stop-when eval/accuracy>=0: step 2 has no such metric" in new.output
+    assert new.read("summary.json")["steps"] == 2
+
+
 # Data and prompts
 
 
@@ -736,7 +749,7 @@ def test_every_flag_has_an_entry(script, setup):
     # those of the second line are in unit/test_data.py and test_flags_siblings.py
     elsewhere = {"eval_suite", "optimizer"} & flags
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
-    judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
+    judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty"} & flags
     known = known - {"no_pack"} | {"pack"}
     assert known | judged | elsewhere | {*REFUSED, "estimate", "watch"} == flags | {"another name"}
 

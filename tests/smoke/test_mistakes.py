@@ -685,7 +685,7 @@ def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path, cold):
     # eight lines come before the first step
     status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=8)
     assert status == 130
-    assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\n$", errors)
+    assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\nits page", errors)
     assert "Traceback" not in errors
     assert newest_checkpoint(tmp_path / "runs/experiment_base/x/checkpoints")[0] == 1
 

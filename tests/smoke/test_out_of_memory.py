@@ -55,7 +55,7 @@ def test_a_resumed_run_may_have_other_batch_sizes_and_no_other_settings(load_scr
     words = ("--resume", str(tmp_path), "--micro-batch-size", "2")
     config = parse_config(base, words, "")
     assert (config.micro_batch_size, config.generation_batch_size) == (2, 64)
-    with pytest.raises(UserError, match=r"^--group-size 4 differs from the run's 8: .* and other batch sizes$"):
+    with pytest.raises(UserError, match=r"^--group-size 4 differs from the run's 8: .* and other batch sizes; a new"):
         parse_config(base, (*words, "--group-size", "4"), "")
 
 

@@ -208,6 +208,8 @@ def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(ju
     ("--reward-model-url http://127.0.0.1:1", "nothing listens there"),
     ("--reward-model not/a/directory", "no config.json"),
     ("--stop-when over-optimised", "--stop-when is about a reward model"),
+    ("--stop-when eval/greedy/accuracy", '^--stop-when eval/greedy/accuracy: .* like "eval/greedy/accuracy>=0.9"$'),
+    ("--stop-when loss/kl>nan", "^--stop-when loss/kl>nan: this is neither"),
 ])  # fmt: skip
 def test_flags_that_cannot_work_are_refused(judge, run, flags, sentence, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -45,7 +45,7 @@ def make_run(tmp_path):
 def table(monkeypatch, capsys):
     """The printed table for these arguments, on a wide terminal."""
 
-    def show(*arguments: Path | str, width: int = 250) -> str:
+    def show(*arguments: Path | str, width: int = 300) -> str:
         monkeypatch.setenv("COLUMNS", str(width))
         print_table(*read_groups([str(argument) for argument in arguments]))
         return capsys.readouterr().out
@@ -122,6 +122,37 @@ def test_runs_with_equal_names_and_other_settings_are_apart(make_run, tmp_path):
         assert [len(runs) for runs in read_groups([f"{tmp_path}/{argument}", str(places[1])])[0].values()] == [2]
 
 
+def test_the_settings_that_differ_and_sampled_accuracies_are_shown(make_run, table):
+    """Of two runs with equal greedy accuracies, and with files of the same name but other content."""
+    first, last = KEPT["seed0"].metrics.rows[0], KEPT["seed0"].metrics.rows[-1] | {"eval/greedy/accuracy": 0.984}
+    for name, lr, sampled in (("a", 5e-5, 0.893), ("b", 2e-4, 0.756)):
+        files = {"data": "rows.jsonl", "sources": {"data": {"content": name * 64}}}
+        rows = [first, last | {"eval/sampled/accuracy": sampled}]
+        place = make_run(name, rows=rows, lr=lr, threads=7, **files)
+    text = table(place.parent / "a", place.parent / "b")
+    for row in (r"a .* 0\.984 .* 0\.893 .* rows\.jsonl \(aaaaaa\) +5e-05", r"b .* 0\.756 .* \(bbbbbb\) +0\.0002"):
+        assert re.search(rf"^{row}$", text, re.MULTILINE), text
+    assert "in parentheses" not in text
+    assert re.search("sampled +sampled .* data +lr", text.replace("\n", " "))
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_gspo"])  # the second has no kept runs
+def test_seeds_of_a_new_prefix_change_no_committed_file(make_run, load_script, tmp_path, monkeypatch, experiment):
+    for seed in (0, 1):
+        make_run(f"mine{seed}", lines=90, summary=KEPT["seed0"].summary, minibatch_size=32, epochs_per_step=4)
+    (tmp_path / "runs/experiment_base").rename(tmp_path / "runs" / experiment)
+    committed = [path for path in (ROOT / experiment).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    before, legends = [path.read_bytes() for path in committed], []
+    monkeypatch.setattr(viewer.bands, "_add_legend", lambda figure: legends.append(
+        figure.axes[0].get_legend_handles_labels()[1]) or 0.9)  # fmt: skip
+    flags = ["--prefix", "mine", "--seeds", "0", "1", "--runs-dir", str(tmp_path / "runs")]
+    load_script("benchmarks/seeds.py").main([experiment, *flags])
+    assert (tmp_path / "runs" / experiment / "mine_curve.png").stat().st_size > 1000
+    assert [path.read_bytes() for path in committed] == before
+    assert f"{experiment}/mine*, updates per step: 16 (2 runs)" in legends[0]
+    assert "experiment_base, updates per step: 1 (5 runs)" in legends[0]
+
+
 def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
     with (make_run("seed0", lines=11, seed=0) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss/to')
@@ -142,7 +173,7 @@ def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
     seconds = sum(row["time/step"] for row in rows)
     rate = sum(row["time/tokens_per_second"] * row["time/step"] for row in rows) / seconds
     memory = max(row["memory/peak_bytes"] for row in rows) / 1e9
-    numbers = rf"\] +{first:.3f} +{last:.3f} .* 9 of 80 +{seconds:.0f} +{rate:.0f} +{memory:.2f} *\n"
+    numbers = rf"\] +0\.397 +{first:.3f} +{last:.3f} .* 9 of 80 +{seconds:.0f} +{rate:.0f} +{memory:.2f} *\n"
     assert re.search(numbers, table(place, place))  # the same run, given twice
 
 

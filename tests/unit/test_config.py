@@ -133,6 +133,20 @@ def test_a_file_of_settings_is_checked_like_a_command_line(load_script, tmp_path
         parse(load_script, "--config", "x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("script", "flag", "right"),
+    [
+        ("experiment_base/train.py", "--limit=5", "--max-prompts"),
+        ("experiment_dpo/train.py", "--max_prompts", "--max-pairs"),
+        ("evaluate.py", "--max-prompts", "--limit"),
+    ],
+)
+def test_the_name_that_another_program_has_for_a_flag_is_answered_with_the_right_one(load_script, script, flag, right):
+    name = flag.replace("_", "-").partition("=")[0]
+    with pytest.raises(UserError, match=rf"^there is no flag {name}: use {right}$"):
+        parse_config(load_script(script).Config, [flag, "5"], "")
+
+
 def test_the_settings_of_a_run_start_it_again(load_script, tmp_path):
     """All but its name; YAML's own reading of 1e-5 is a text."""
     flags = ("--lr", "1e-5", "--at-most", "num_terms=2", "num_digits=1", "--gradient-checkpointing", "--name", "first")

@@ -36,6 +36,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "flat": ("has not risen beyond noise", "--lr"),
     "below 0": ("returns below 0", "--reward-weight"),
     "searches": ("could not answer", "--search-url"),
+    "nothing right": ("of the held-out answers is right before", "--system-prompt"),
 }
 
 
@@ -136,11 +137,12 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 
 
 SETTINGS = SimpleNamespace(
-    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16
+    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16, reward_weight=()
 )
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
+FIRST = {"step": 0, "eval/greedy/accuracy": 0.0, "eval/sampled/accuracy": 0.0}
 HISTORIES = {  # steps; the rule that reports after the last one, and not before; a part of its sentence
     "cut off": ([{"completion/truncated": 0.3}] * 5, "cut off", "30% of the completions"),
     "never stops": ([{"completion/truncated": 1.0}] * 5, "cut off", "(none ended by itself: "),
@@ -167,6 +169,12 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "a constant mean": ([USUAL | {"reward/f": 0.0, "reward_std/f": 1.0}] * 12, None, ""),  # normalised in its batch
     "changes": ([USUAL | {"reward/f": 1.0 / step, "reward_std/f": 0.0} for step in range(1, 12)], None, ""),
     "no weight": ([USUAL | {"reward/g": 1.0, "reward_std/g": 0.0}] * 12, None, ""),
+    "nothing is right": ([FIRST], "nothing right", "a reward for right answers alone teaches nothing: read some"),
+    "nothing ends": ([FIRST | {"eval/sampled/stopped": 0.2}], "nothing right", "first raise --max-new-tokens, as 80%"),
+    "one is right": ([FIRST | {"eval/sampled/accuracy": 1 / 192}], None, ""),
+    "greedy is right": ([FIRST | {"eval/greedy/accuracy": 1 / 24}], None, ""),
+    "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
+    "nothing is right later": ([FIRST | {"step": 80}], None, ""),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 

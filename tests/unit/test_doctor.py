@@ -182,6 +182,34 @@ def test_a_planted_mistake_is_found_by_its_check(examine_text, found, old, new):
     assert all(None not in pair and pair[0] != pair[1] for pair in numbers)
 
 
+OF_PAIRS = """
+def policy_loss(log_probs, log_probs_ref, mask):
+    scores = ((log_probs - log_probs_ref) * mask).sum(dim=1)
+    return -torch.nn.functional.logsigmoid(0.1 * (scores[0::2] - scores[1::2])).mean()
+"""
+
+
+@pytest.mark.parametrize(("old", "new", "found"), [
+    ("", "", set()),
+    (" * mask)", ")", {"prompt_trained", "tool_output_in_loss", "padding_trained", "padded_width"}),
+    (" * mask)", " * mask.roll(1, 1))", {"off_by_one"}),
+    (".sum(dim=1)", ".mean(dim=1)", {"padded_width"}),
+    ("(log_probs -", "(log_probs.detach() + 0 * log_probs -", {"zero_gradient"}),
+])  # fmt: skip
+def test_a_loss_of_pairs_is_examined_as_far_as_it_has_no_advantages(examine_text, old, new, found):
+    report = examine_text("import torch\n" + (OF_PAIRS.replace(old, new) if old else OF_PAIRS))
+    assert report.errors == []
+    assert traps(report) == found
+    reasons = {finding.check: finding.sentence for finding in report.findings if finding.status == NOT_EXAMINED}
+    assert {"sign", "clip", "whole_loss"} < reasons.keys()
+    assert all(reason.startswith("The loss takes no advantages (as one of pairs") for reason in reasons.values())
+
+
+def test_the_loss_of_experiment_dpo_has_no_trap():
+    report = examine(ROOT / "experiment_dpo/train.py")
+    assert (report.errors, report.count(TRAP), report.count(OK)) == ([], 0, 10)
+
+
 def test_every_trap_of_the_gallery_is_planted():
     assert set(GALLERY.split()) <= {check for found, _, _ in BUGS.values() for check in found.split()}
 

@@ -271,3 +271,4 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)
     assert "lora_rank" not in printed  # off by default
+    assert "no_answer_penalty" not in printed  # there is no reward model
