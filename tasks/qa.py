@@ -33,7 +33,7 @@ _LOOK_ALIKE |= dict.fromkeys([*range(0x2010, 0x2016), 0x2212], "-")  # dashes an
 _LOOK_ALIKE |= {0x2044: "/", 0x2215: "/", 0x2236: ":", 0x2026: "..."}
 _LOOK_ALIKE |= dict.fromkeys([0xAD, 0x200B, 0x2060, 0xFEFF])  # invisible
 _FIGURE = re.compile(  # digits, what is between them, a sign or decimal point in front, a plus behind: -1.5, 3-2, 10:30
-    r"(?:[<>]=?|(?<![^\s(\[{\"'$€£¥=])-[$€£¥]?|^\s*-\s+)?(?:(?<![\w.])\.)?\d(?:(?:[^\w\s]|_)*\d)*+(?:\+(?!\w))?"
+    r"(?:[<>]=?|(?<![\w)\]}%.-])-[$€£¥]?|^\s*-\s+)?(?:(?<![\w.])\.)?\d(?:(?:[^\w\s]|_)*\d)*+(?:\+(?!\w))?"
 )
 _THOUSANDS = re.compile(r"(?<![\d.,'_])\d{1,3}(?:[,'_]\d{2,3})*[,'_]\d{3}(?![\d,'_])")
 _DATE = re.compile(r"(?:1[5-9]|20)\d\d/\d\d(?:\d\d)?|\d{4}([/.])\d\d?\1\d\d?|\d\d?([/.])\d\d?\2\d{4}")

@@ -23,6 +23,7 @@ _UNICODE = {  # by code point, because some look alike
     0x2208: r"\in ", 0xB1: r"\pm ", 0x221A: r"\sqrt ", 0xB2: "^2", 0xB3: "^3", 0xFF05: "%", 0xFF0C: ",",
     0xA0: " ", 0x2009: " ", 0x202F: " ", 0x22C5: r"\cdot ", 0x2A7D: r"\le ", 0x2A7E: r"\ge ", 0xB5: r"\mu ",
     0x3BC: r"\mu ", 0x2103: r"^\circ C", 0x2109: r"^\circ F", 0x3A9: r"\Omega ", 0x2126: r"\Omega ", 0x212B: "\xc5",
+    0xB9: "^1", 0x207B: "^-",
 }  # fmt: skip
 _SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
@@ -45,7 +46,6 @@ _THIN = r"(?:[~\xa0\u2007\u2009\u202f]|\\[ ,:;!]|\{\\,\})"  # a space that is wr
 _GROUPED = re.compile(  # 12\,345.678\,9
     rf"(?:(?<![\d.,_^A-Za-z])[1-9]\d{{,2}}(?:{_THIN}\d{{3}})+|(?<=\d\.)(?:\d{{3}}{_THIN})+\d{{1,3}})(?!{_THIN}?\d|/)"
 )
-_NEGATIVE_POWER = re.compile("\u207b([\xb9\xb2\xb3])")
 _ROMAN = re.compile(r"\{\\rm(?![a-zA-Z])((?:[^{}]|\{[^{}]*+\})*+)\}")
 _PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx before it
     rf"\*\*((?:(?!\*\*).)++)\*\*|\\(?:underline|boldsymbol|(?:text)?color\s*\{{[^{{}}]*+\}}|{'|'.join(TEXTS)})\s*\{{(.++)"
@@ -142,10 +142,8 @@ def clean(text: str, keeps_words: bool = False) -> str:
     Args:
         keeps_words: keep the spaces between words, too.
     """
-    text = _NEGATIVE_POWER.sub(lambda power: f"^{{-{unicodedata.digit(power[1])}}}", bare(text))
-    tokens = _TOKEN.findall(text.translate(_UNICODE))
+    tokens = _TOKEN.findall(_latex(bare(text)))
     cleaned, has_space = [""], False
-    follows = re.compile("[^\\W_]|}" if keeps_words else r"\d").match
     for token in tokens:
         if token.isspace() or token in _SPACES:
             has_space = True
@@ -155,7 +153,9 @@ def clean(text: str, keeps_words: bool = False) -> str:
         token = _SAME.get(token, token)
         last = cleaned[-1]
         if token[:1].isalpha():
-            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (has_space and follows(last[-1:]))
+            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (
+                has_space and (last[-1:].isdigit() or (keeps_words and (last[-1:].isalnum() or last == "}")))
+            )
         else:
             needs_space = has_space and token[:1].isdigit() and last[-1:].isdigit()
         cleaned.append(" " + token if needs_space else token)
@@ -166,6 +166,10 @@ def clean(text: str, keeps_words: bool = False) -> str:
     return _without_outer_braces(text)
 
 
+def _latex(text: str) -> str:
+    return text if text.isascii() else text.translate(_UNICODE).replace("^-^", "^-")
+
+
 def bare(text: str) -> str:
     r"""An answer without its presentation, and numbers without spaces between groups of three digits.
 
@@ -174,7 +178,9 @@ def bare(text: str) -> str:
     >>> [bare(text) for text in (r"12\,345.678\,9\,x", "12 345", r"12\,34")]
     ['12345.6789\\,x', '12 345', '12\\,34']
     """
-    text = _ROMAN.sub(r"\\mathrm{\1}", text.strip())
+    text = text.strip()
+    if r"{\rm" in text:
+        text = _ROMAN.sub(r"\\mathrm{\1}", text)
     while found := _PRESENTED.fullmatch(text):
         inner = found[1] or (found[2] or "}")[:-1] or found[3] or ""
         if not inner.strip() or not is_balanced(inner):
@@ -216,10 +222,10 @@ def as_number(text: str) -> Number | None:
     text = clean(text, keeps_words=True).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
-    text = _DEGREES.sub("", text)
-    text, factor = without_units(text)
-    if factor == 1:
-        text, factor = without_units(text, _BARE_UNIT)
+    factor = 1
+    if _NUMBER.fullmatch(text) is None:
+        text, factor = without_units(_DEGREES.sub("", text))
+        text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
     is_percent = text.endswith("%") or text.endswith(" percent")
     text = text.removesuffix("%").removesuffix(" percent") if is_percent else text
     value = _value(text.replace("{,}", ","), has_list)
@@ -256,7 +262,7 @@ def is_unit(words: str) -> bool:
     >>> [is_unit(words) for words in ("square feet", "kg m^{-3}", r"W/(m\cdot K)", "i", "a/b", "or more", "million")]
     [True, True, True, False, False, False, False]
     """
-    words = re.sub(r"\\mu ?(?=[A-Za-z])", "", words.translate(_UNICODE)).replace(r"\Omega", "ohm")
+    words = re.sub(r"\\mu ?(?=[A-Za-z])", "", _latex(words)).replace(r"\Omega", "ohm")
     signs = _SIGNS_OF_UNIT.findall(words)
     names = _SIGNS_OF_UNIT.sub(" ", words).split()
     if signs:
