@@ -69,11 +69,10 @@ _UNIT = re.compile(  # the last factor: \text{...}, or a fraction of them
 )
 _TEXT_OF_UNIT = re.compile(rf"{_COMMANDS}\{{([^{{}}]*+)\}}({_POWER}?)")
 _SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
-_SYMBOLS = r"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|m?s|m?L|N|A|K|C|h)"  # of units without \text
-_SYMBOL = rf"{_SYMBOLS}(?![A-Za-z]){_POWER}?"
-_BARE_UNIT = re.compile(
-    rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?| ?(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
-    rf"|(?: | ?(?=[A-Za-z]{{2}})){_SYMBOL}(?:(?:(?:\\cdot ?|/){_SYMBOL})+|(?: {_SYMBOL})*+(?:(?<=\^-\d)|(?<=\^\{{-\d\}}))))$"
+_SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
+_BARE_UNIT = re.compile(  # without \text: words after a space, a name of two letters, m/s and N·m, kg m^{-3}
+    rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?|(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
+    rf"|(?: |(?=[A-Za-z]{{2}})){_SYMBOL}(?:(?:(?:\\cdot ?|/){_SYMBOL})+|(?: {_SYMBOL})++(?:(?<=\^-\d)|(?<=-\d\}}))))$"
 )
 _LETTERS_OF_UNITS = set("mgshlLNJWVAKCF\xc5")  # i and x, for example, are not units
 # Words that change a number: numerals, multiples, fractions, constants, operations, comparisons, alternatives

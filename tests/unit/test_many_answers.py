@@ -225,9 +225,9 @@ CHANGED = r"""N\text{ million}; N\mathrm{i}; N\text{ or more}; N\text{0}; N\text
 N\text{ or }2; N\text{ hundredths}; N\text{ squared}; 1N; N\sqrt{2}; N\text{ dozen}; N^2; -N; N+1; \sqrt{N}; (N, 1);
 N\text{ plus or minus one}; N\%\cdot 3; N\,\mathrm{m/s^2}+1; N\text{ k}m; N\text{ m}/2\text{ s}; N g h; Nm; Nm/s; N N;
 N\,\mathrm{x/y}; N\text{ dozen/s}; N\text{ thousand m/s}; N N\cdot x; N\text{ m or 4 m}; N\text{ m}^{12};
-N^2\text{ m}; N\ \frac{\text{m}}{2}; N/\text{dozen}; N\cdot 2\text{ m}; N\,000; 1\,N; N\,5; N\,N; N.\overline{3}; \overline{N}x;
-x < N; 0.\overline{N}; N\quad 345; \textbf{(E)}\ 1N; (E) N or (D) N; N\text{ s}^{-1}\text{ squared}; N\,\mathrm{k}; [N, N+1];
-N\,\mathrm{n^2}; N\ \text{mil/s}"""
+N^2\text{ m}; N\ \frac{\text{m}}{2}; N/\text{dozen}; N\cdot 2\text{ m}; N\,000; 1\,N; N\,5; N\,N; N.\overline{3};
+\overline{N}x; x < N; 0.\overline{N}; N\quad 345; \textbf{(E)}\ 1N; (E) N or (D) N; N\text{ s}^{-1}\text{ squared};
+N\,\mathrm{k}; [N, N+1]; N\,\mathrm{n^2}; N\ \text{mil/s}"""
 
 
 def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
