@@ -13,9 +13,7 @@ _CHOICE = re.compile(  # in \textbf{}, or with a parenthesis, full stop or colon
     r"(?!\\(?:cdot|times|le|ge|leq|geq|in|cup|cap|pm|to|ne|neq|mid)(?![a-z]))(.+)",
     re.DOTALL,
 )
-_OTHER_CHOICE = re.compile(
-    r"\([A-J]\)|\{[A-J]\}|\b[A-J]\)|\b(?:or|and|not|nor|but|except|wrong|incorrect)\b", re.IGNORECASE
-)
+_OTHER_CHOICE = re.compile(rf"{_TEXT}[A-J]\W|\([A-J]\)|\b[A-J]\)|\b(?i:or|and|not|nor|but|except|wrong|incorrect)\b")
 _RELATION = re.compile(r"(\\[lg]e(?![a-z])|[<>]=?)")
 _HAS_RELATION = re.compile(r"[<>\u2264\u2265\u2a7d\u2a7e]|\\[lg](?:e|t|eq|eqslant)(?![a-z])")
 _NAME = r"(?:[A-Za-z](?:_\w|_\{\w+\})?(?:\([a-z]\))?|\\(?!pi|infty)[a-z]+)"

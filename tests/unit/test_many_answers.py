@@ -240,7 +240,7 @@ def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
         form = rng.choice(re.split(r";\s", CHANGED))
         return gold, form.replace("N", gold), False, f"changed: {form}"
     if (found := repeating(value)) and len("".join(found)) < 7 and rng.random() < 0.2:
-        form = rng.choice(("IB", r"I\overline{B1}", r"I0\overline{B}", r"I\overline{B}x"))
+        form = rng.choice(("IB", r"I\overline{B0}", r"I0\overline{B}", r"I\overline{B}x"))
         return gold, form.replace("I", found[0]).replace("B", found[1]), False, "not repeated"
     other = value
     if rng.random() < 0.3:

@@ -86,13 +86,9 @@ def test_numbers_are_kept_and_unicode_is_brought_to_one_form():
 
 
 def test_the_published_exact_match_is_a_component_of_its_own():
-    found = {
-        ("$1.5 million", "$15 million"): (0, 1),
-        ("O\u2019Brien", "O'Brien"): (1, 0),
-        ("The", "a"): (0, 1),
-        ("5", "5"): (1, 1),
-    }
-    for (wanted, answer), figures in found.items():
+    for wanted, answer, correct, squad in (
+        ("$1.5 million", "$15 million", 0, 1), ("O\u2019Brien", "O'Brien", 1, 0), ("The", "a", 0, 1), ("5", "5", 1, 1),
+    ):  # fmt: skip
         rewards = qa.reward({"answer": wanted}, f"<answer>{answer}</answer>")
         assert (rewards["correct"], rewards["squad"]) == (correct, squad)
     texts = [" The U.S.  Navy's", "a\u2019s \u2013 1,5", "an-a", string.printable, "THE A\u0130", "\uff0ea.b"]
