@@ -43,8 +43,8 @@ letter, else its value. An inequality and an interval are equal if their ends ar
 | `2000000` | `2\text{ million}`, `2 \times 10^6` | `2` |
 | `3` | `3\text{ cm}`, `\mathbf{3}` | `3\text{ million}`, `3\mathrm{i}`, `3\text{ or more}`, `3\text{.5}`, `3\ldots` |
 | `932` | `= 932`, `\approx 932`, `**932**`, `\textcolor{blue}{932}`, `The answer is 932.` | `\approx 931` |
-| `36` | `36 \, \mathrm{m/s^2}`, `36\ \text{N}\cdot\text{m}`, `36\text{ J·s}`, `36^\circ\text{C}` | `36\text{ m}/2\text{ s}` |
-| `36` | `36 kg m^{-3}`, `36 N·m`, `36 °C`, `36 km/h`, `36km` | `36m`, `36x`, `36 x/y`, `36\text{ k}m` |
+| `36` | `36\,\mathrm{m/s^2}`, `36\ \text{N}\cdot\text{m}`, `36\text{ J·s}` | `36\text{ m}/2\text{ s}`, `36\text{ k}m` |
+| `36` | `36 kg m^{-3}`, `36 N·m`, `36 km/h`, `36km`, `36 °C`, `36^\circ\text{C}` | `36m`, `36x`, `36 x/y` |
 | `12345` | `12\,345`, `12{,}345`, `12\ 345` | `12 345`, `12\,34` |
 | `\frac{1}{6}` | `0.1\overline{6}`, `0.1\dot{6}`, `0.1(6)` | `0.16`, `0.\overline{16}` |
 | `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |

@@ -239,7 +239,10 @@ def without_units(text: str, units: re.Pattern = _UNIT) -> tuple[str, int]:
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
     """
     factor = 1
-    while (found := units.search(text)) and found.start() > 0:
+    for _ in range(2 * MOST_UNIT_WORDS):
+        found = units.search(text)
+        if not found or found.start() == 0:
+            break
         parts = found.groupdict()
         if fraction := parts.get("fraction"):
             words = _TEXT_OF_UNIT.sub(r" \1\2 ", fraction).split()

@@ -3,7 +3,7 @@ r"""Answers that are written in two ways: a choice with its value, `(E)\ 12`, an
 import re
 from typing import NamedTuple
 
-from tasks.verdicts.answer_text import TEXTS, as_number, bare, clean, is_balanced, normalize
+from tasks.verdicts.answer_text import LONGEST, TEXTS, as_number, bare, clean, is_balanced, normalize
 
 _SPACE = r"(?:[\s~]|\\[ ,:;]|\\q?quad(?![a-z]))"
 _TEXT = rf"\\(?:{'|'.join(TEXTS)})\s*\{{{_SPACE}*+"
@@ -51,6 +51,8 @@ def comparable(gold: str, answer: str) -> list[tuple[str, str]] | None:
     >>> comparable("[-2,7]", r"7 \ge x \ge -2"), comparable("(3,5)", r"3 \le x < 5"), comparable("x+1", "1+x")
     ([('-2', '-2'), ('7', '7')], None, [('x+1', '1+x')])
     """
+    if max(len(gold), len(answer)) > LONGEST:
+        return [(gold, answer)]
     (letter, gold), (given, answer) = _choice(gold), _choice(answer)
     if letter and given and (letter != given or not (gold and answer)):
         return [(letter, given)] if letter == given else None
