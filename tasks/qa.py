@@ -131,7 +131,8 @@ def normalize(text: str) -> str:
 
 
 def _without_look_alikes(text: str) -> str:
-    return unicodedata.normalize("NFC", text).translate(_LOOK_ALIKE)
+    text = unicodedata.normalize("NFC", text).translate(_LOOK_ALIKE)
+    return re.sub(r"(?<=\d)\s-\s(?=\d)", "-", text)  # 3 - 2
 
 
 def _kept(figure: re.Match) -> str:

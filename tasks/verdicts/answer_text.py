@@ -25,10 +25,10 @@ _UNICODE = {  # by code point, because some look alike
     0x3BC: r"\mu ", 0x2103: r"^\circ C", 0x2109: r"^\circ F", 0x3A9: r"\Omega ", 0x2126: r"\Omega ", 0x212B: "\xc5",
     0xB9: "^1", 0x207B: "^-",
 }  # fmt: skip
-_SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\quad", r"\qquad", "~"}
+_SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\thinspace", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
 _NOTHING |= {rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
-TEXTS = ("text", "textrm", "mbox", "textbf", "textit", "mathrm", "mathbf")
+TEXTS = ("text", "textrm", "mbox", "textbf", "textit", "mathrm", "mathbf", "rm")
 _SAME = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le", r"\leqslant": r"\le",
     r"\geq": r"\ge", r"\geqslant": r"\ge", r"\lt": "<", r"\gt": ">", r"\neq": r"\ne",
@@ -42,11 +42,11 @@ _BRACED = (  # LaTeX reads these alike with and without braces
     (re.compile(r"([_^])\{([0-9A-Za-z]|\\circ)\}"), r"\1\2"),
 )
 _TEXT = re.compile(r"\\text\{([^{}]*+)\}")
-_THIN = r"(?:[~\xa0\u2007\u2009\u202f]|\\[ ,:;!]|\{\\,\})"  # a space that is written on purpose
+_THIN = r"(?:[~\xa0\u2007-\u200a\u202f]|\\[ ,:;!]|\\thinspace\s*|\{\\,\})"  # a space that is written on purpose
 _GROUPED = re.compile(  # 12\,345.678\,9
     rf"(?:(?<![\d.,_^A-Za-z])[1-9]\d{{,2}}(?:{_THIN}\d{{3}})+|(?<=\d\.)(?:\d{{3}}{_THIN})+\d{{1,3}})(?!{_THIN}?\d|/)"
 )
-_ROMAN = re.compile(r"\{\\rm(?![a-zA-Z])((?:[^{}]|\{[^{}]*+\})*+)\}")
+_ROMAN = re.compile(r"\{\\(?:rm|bf)(?![a-zA-Z])((?:[^{}]|\{[^{}]*+\})*+)\}")
 _PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx before it
     rf"\*\*((?:(?!\*\*).)++)\*\*|\\(?:underline|boldsymbol|(?:text)?color\s*\{{[^{{}}]*+\}}|{'|'.join(TEXTS)})\s*\{{(.++)"
     r"(?<=\})|(?:(?:so |the |final )*+answer(?: is\b|:)|=|\\approx(?![a-zA-Z])|\u2248)(.++)",
@@ -69,7 +69,7 @@ _UNIT = re.compile(  # the last factor: \text{...}, or a fraction of them
 )
 _TEXT_OF_UNIT = re.compile(rf"{_COMMANDS}\{{([^{{}}]*+)\}}({_POWER}?)")
 _SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
-_SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
+_SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|ft|mi|lb|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
 _BARE_UNIT = re.compile(  # without \text: words after a space, a name of two letters, m/s and N·m, kg m^{-3}
     rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?|(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
     rf"|(?: |(?=[A-Za-z]{{2}})){_SYMBOL}(?:(?:(?:\\cdot ?|/){_SYMBOL})+|(?: {_SYMBOL})++(?:(?<=\^-\d)|(?<=-\d\}}))))$"
@@ -178,7 +178,7 @@ def bare(text: str) -> str:
     ['12345.6789\\,x', '12 345', '12\\,34']
     """
     text = text.strip()
-    if r"{\rm" in text:
+    if "{\\" in text:
         text = _ROMAN.sub(r"\\mathrm{\1}", text)
     while found := _PRESENTED.fullmatch(text):
         inner = found[1] or (found[2] or "}")[:-1] or found[3] or ""

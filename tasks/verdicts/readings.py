@@ -9,7 +9,7 @@ _SPACE = r"(?:[\s~]|\\[ ,:;]|\\q?quad(?![a-z]))"
 _TEXT = rf"\\(?:{'|'.join(TEXTS)})\s*\{{{_SPACE}*+"
 _CHOICE = re.compile(  # in \textbf{}, or with a parenthesis, full stop or colon and a space; then its value
     rf"(?:\(?{_TEXT}(?:\(([A-J])\)|([A-J])[.:)]?){_SPACE}*+\}}\)?[.:]?{_SPACE}*+(?=[-(\[\w.$\\])"
-    rf"|(?:\(([A-J])\)|([A-J])[.:)]){_SPACE}++(?=-?[\d.$]|-?\\(?:\$|[dt]?frac|sqrt|pi|left|{'|'.join(TEXTS)})|[A-Za-z]{{3}}))"
+    rf"|(?:\(([A-J])\)(?:{_SPACE}++|(?=\d))|([A-J])[.:)]{_SPACE}++)(?=-?[\d.$]|-?\\(?:\$|[dt]?frac|sqrt|pi|left|{'|'.join(TEXTS)})|[A-Za-z]{{3}}))"
     r"(?!\\(?:cdot|times|le|ge|leq|geq|in|cup|cap|pm|to|ne|neq|mid)(?![a-z]))(.+)",
     re.DOTALL,
 )
@@ -65,7 +65,7 @@ def comparable(gold: str, answer: str) -> list[tuple[str, str]] | None:
         is_list = (
             known is not None
             and known.is_inequality
-            and not re.search(r"[<>|]|\\(?:in|mid|cup|cap|ne|setminus|text)(?![a-z])", clean(other))
+            and not re.search(r"[<>|]|\\(?:mid|cup|cap|ne|setminus|text)(?![a-z])", clean(other))
         )
         return None if is_list else [(gold, answer)]
     if ranges[0].name and ranges[1].name and ranges[0].name != ranges[1].name:
@@ -81,7 +81,7 @@ def _choice(text: str) -> tuple[str, str]:
     """The letter and the value of a choice, each of which can be empty."""
     if not re.search("[A-J]", text):
         return "", text
-    found = _CHOICE.fullmatch(bare(text))
+    found = _CHOICE.fullmatch(bare(re.sub(r"(?<!\\)\$", "", text)))
     if found and not _OTHER_CHOICE.search(found[5]) and is_balanced(found[5]):
         return next(letter for letter in found.groups() if letter), found[5].strip()
     letter = normalize(text)

@@ -65,7 +65,7 @@ EQUAL = [
     ("co-operate", "cooperate"), ("COVID-19", "Covid\u201119"), ("1st", "1st."), ("F-16", "F16"),
     ("St. John\u2019s", "St Johns"), ("1990s", "1990's"), ("10:30 am", "10:30 a.m."), ("AC/DC", "ACDC"),
     ("1-800-273-8255", "18002738255"), ("555-123-4567", "(555)123-4567"), ("#1", "1"), ("5,000-6,000", "5000-6000"),
-    ("zero\xadwidth", "zerowidth"),
+    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"),
 ]  # fmt: skip
 DIFFERENT = [
     ("$1.5 million", "$15 million"), ("10.5 km", "105 km"), ("-5 degrees", "5 degrees"), ("1/2", "12"), ("3:4", "34"),
