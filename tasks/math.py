@@ -20,12 +20,15 @@ An answer equals the gold answer by the first of these rules that can decide:
 1. They are equal as text in one spelling (`verdicts/answer_text.py`): no spacing, sizes, dollar signs or final full
    stop; `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without
    bold, colour, underlining, and "The answer is", `=` or `\approx` in front of it.
-2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
-   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
-   change the number are no unit: a thousand, million or dozen multiplies it, and with any other such word it is no
-   number.
+2. Both are exact numbers: integers, decimals (repeating ones, too), fractions, mixed numbers, `8.7 \times 10^{8}` and
+   `8.7e8`, with thousands commas or thin spaces, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`).
+   They are compared exactly. Words that change the number are no unit: a thousand, million or dozen multiplies it, and
+   with any other such word it is no number. Letters outside `\text` and `\mathrm` are symbols, but for `5 m`, `5 N·m`.
 3. math-verify says so (`verdicts/expressions.py`), within a limit of time. Without it, the answer is wrong. It is not
    asked if an answer contains dots, or words that are no unit: it would leave them out.
+
+Before, a choice with its value is read as one of the two (`verdicts/readings.py`): its letter if the other one has a
+letter, else its value. An inequality and an interval are equal if their ends are, and the same ends belong to them.
 
 | gold answer | right | wrong |
 |---|---|---|
@@ -40,13 +43,22 @@ An answer equals the gold answer by the first of these rules that can decide:
 | `2000000` | `2\text{ million}`, `2 \times 10^6` | `2` |
 | `3` | `3\text{ cm}`, `\mathbf{3}` | `3\text{ million}`, `3\mathrm{i}`, `3\text{ or more}`, `3\text{.5}`, `3\ldots` |
 | `932` | `= 932`, `\approx 932`, `**932**`, `\textcolor{blue}{932}`, `The answer is 932.` | `\approx 931` |
+| `36` | `36\,\mathrm{m/s^2}`, `36\ \text{N}\cdot\text{m}`, `36\text{ J·s}` | `36\text{ m}/2\text{ s}`, `36\text{ k}m` |
+| `36` | `36 kg m^{-3}`, `36 N·m`, `36 km/h`, `36km`, `36 °C`, `36^\circ\text{C}` | `36m`, `36x`, `36 x/y` |
+| `12345` | `12\,345`, `12{,}345`, `12\ 345` | `12 345`, `12\,34` |
+| `\frac{1}{6}` | `0.1\overline{6}`, `0.1\dot{6}`, `0.1(6)` | `0.16`, `0.\overline{16}` |
 | `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |
 | `x=5` | `5`, `x = 5.0` | `y=5` |
 | `5` | `x=5`, `2+3=5`: the last value counts | `5 \text{ or } 6`, `5, 6` |
 | `52_8` | `52`: the base is not compared | `42` |
 | `\text{(C)}` | `C`, `(C)` | `D` |
+| `E` | `\textbf{(E)}\ 12`, `(E) 12`, `E. 12`: its value is not compared | `\textbf{(D)}\ 12`, `(E) or (D)`, `12` |
+| `\textbf{(E)}\ 12` | `E`, `12`, `(E) 12.0` | `D`, `13`, `(E) 13` |
 | `\text{even}` | `Even` | `odd` |
 | `(3,4]` | `\left(3, 4\right]` | `[3,4]` |
+| `[-2,7]` | `-2 \le x \le 7`, `7 \ge x \ge -2`, `x \in [-2,7]` | `-2 < x \le 7`, `x \le 7` |
+| `x<2\text{ or }x \ge 3` | `(-\infty,2)\cup[3,\infty)` | `x<2\text{ and }x \ge 3`, `(2,3]` |
+| `2<x<4` | `(2,4)`, `4>x>2` | `2,4`, `[2,4]`, `2<y<4` |
 | `(2,4)` (a point or an interval) | `(2.0, 4)`, `2, 4` | `(4,2)` |
 | `1,-2` | `-2, 1`, `\{-2, 1\}`: a list has no order | `1`, `1, -2, 3` |
 | `1 \pm \sqrt{19}` | `1+\sqrt{19}, 1-\sqrt{19}` | `1+\sqrt{19}` |
@@ -61,16 +73,18 @@ math-verify ignores case; it is not asked if a gold answer contains a letter in 
 import re
 
 from tasks import arithmetic
-from tasks.verdicts.answer_text import normalize
+from tasks.verdicts.answer_text import as_number, normalize, same_number
 from tasks.verdicts.judge import NOTE, Judge, has_library
 
 FIELDS = {"problem": str}  # every row must have this, besides `answer` or `solution`
 KIND_FIELDS = ("level",)  # of MATH; other files have none
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0, "boxed": 0.0}
+MAX_LENGTH = 2000  # characters that are searched for a number
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 
 _JUDGE = Judge()  # keeps the verdicts; its processes start when a verdict is needed, or with `note`
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+_NUMBER = re.compile(r"(?:(?<![\w)}])-)?(?:\\[dt]?frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?)")  # of 2-1: 1
 _BARE_BOX = re.compile(r"\\boxed\s++([^\s${}]++)")
 
 
@@ -114,10 +128,28 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """More values to log: whether there is an answer, and whether it counts as wrong because judging took too long."""
-    answer = given_answer(text)
-    is_undecided = answer is not None and _JUDGE.verdict(golds(row), answer) is None
-    return {"answered": float(answer is not None), "undecided": float(is_undecided)}
+    r"""More values to log.
+
+    - `answered`: there is an answer;
+    - `undecided`: it counts as wrong because judging took too long;
+    - `right_elsewhere`: `correct` is 0, but the gold answer is a number, and it is the first or last number in the
+      answer, or without an answer the last of the text. If this is frequent, read such answers: the reward may miss a
+      form that a person would accept.
+
+    >>> describe({"answer": "36"}, r"\boxed{36\text{ parsecs at most}}")
+    {'answered': 1.0, 'undecided': 0.0, 'right_elsewhere': 1.0}
+    """
+    answer, wanted = given_answer(text), golds(row)
+    verdict = answer is not None and _JUDGE.verdict(wanted, answer)
+    found = _NUMBER.findall(text[-MAX_LENGTH:])[-1:] if answer is None else _NUMBER.findall(answer[:MAX_LENGTH])
+    pairs = [
+        (as_number(gold), as_number(number.rstrip(","))) for gold in wanted for number in {*found[:1], *found[-1:]}
+    ]
+    return {
+        "answered": float(answer is not None),
+        "undecided": float(verdict is None),
+        "right_elsewhere": float(verdict is not True and any(all(pair) and same_number(*pair) for pair in pairs)),
+    }
 
 
 def solution(row: dict) -> str:

@@ -9,8 +9,8 @@ read, one after the other (`difficulty`: "one hop" or "two hops"), and whether t
 
 import re
 import string
+import unicodedata
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 
 from tasks.arithmetic import given_answer, is_answer, messages  # noqa: F401  # the question
@@ -21,27 +21,40 @@ TRAIN_DATA = _DATA / "qa_tasks.jsonl"
 EVAL_DATA = _DATA / "qa_tasks_heldout.jsonl"
 FIELDS = {"question": str, "answer": (str, int, float, list)}  # every row must have these
 KIND_FIELDS = ("difficulty", "documents")  # questions that agree in these are of one kind
-REWARD_WEIGHTS = {"correct": 1.0, "f1": 0.0, "format": 0.0}
+REWARD_WEIGHTS = {"correct": 1.0, "squad": 0.0, "f1": 0.0, "format": 0.0}
 SYSTEM_PROMPT = (
     "Find the answer in the documents: search for a name or a few words, read what comes back, and search again if "
     "something is missing. At the end give only the answer, as short as possible, inside <answer> and </answer>."
 )
 
-_NUMBER = re.compile(r"[-\u2212]?\d+(?:,\d{3})*(?:\.\d+)?")
+_LOOK_ALIKE = dict.fromkeys([0xB4, 0x2BC, 0x2032, *range(0x2018, 0x201C)], "'")  # quotes and primes
+_LOOK_ALIKE |= dict.fromkeys([0xAB, 0xBB, 0x2033, *range(0x201C, 0x2020)], '"')
+_LOOK_ALIKE |= dict.fromkeys([*range(0x2010, 0x2016), 0x2212], "-")  # dashes and minus
+_LOOK_ALIKE |= {0x2044: "/", 0x2215: "/", 0x2236: ":", 0x2026: "..."}
+_LOOK_ALIKE |= dict.fromkeys([0xAD, 0x200B, 0x2060, 0xFEFF])  # invisible
+_FIGURE = re.compile(  # digits, what is between them, a sign or decimal point in front, a plus behind: -1.5, 3-2, 10:30
+    r"(?:[<>]=?|(?<![\w)\]}%.-])-[$€£¥]?|^\s*-\s+)?(?:(?<![\w.])\.)?\d(?:(?:[^\w\s]|_)*\d)*+(?:\+(?!\w))?"
+)
+_THOUSANDS = re.compile(r"(?<![\d.,'_])\d{1,3}(?:[,'_]\d{2,3})*[,'_]\d{3}(?![\d,'_])")
+_DATE = re.compile(r"(?:1[5-9]|20)\d\d/\d\d(?:\d\d)?|\d{4}([/.])\d\d?\1\d\d?|\d\d?([/.])\d\d?\2\d{4}")
+_LONG_NUMBER = re.compile(r"(?=\d+[-()]+\d+[-()])(?:[-()]*\d){9,}")  # of a telephone or a book
+_HYPHEN = re.compile(r"(?:(?<=[^\W\d_])-(?=\w)|(?<=\d)-(?=[^\W\d_]))(?!(?:an?|the)\b)", re.IGNORECASE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_KEPT = {ord(mark): ord(mark) + 0xFEE0 for mark in string.punctuation}  # full width: SQuAD removes only ASCII
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
     """Reward the policy's text in all of its turns, joined by newlines and without its tool calls.
 
-    `correct` is the exact match and `f1` the F1 of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1): the
-    given answer against the best-fitting spelling of the row. The given answer is the text in the only `<answer>`
-    outside `<think>`; without it, both are 0. `format` is 1 if there are any number of thoughts, then one answer, and
-    nothing else.
+    `squad` is the exact match of SQuAD as published (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1), to compare
+    figures. It removes punctuation within numbers, too: $15 million is $1.5 million. `correct` is the exact match, and
+    `f1` its F1, of words in which numbers are kept (`normalize`). The given answer is compared with the best-fitting
+    spelling of the row. It is the text in the only `<answer>` outside `<think>`; without it, all three are 0. `format`
+    is 1 if there are any number of thoughts, then one answer, and nothing else.
 
     >>> row = {"question": "Who built the ship?", "answer": ["Jarce of Waplem", "Jarce"]}
     >>> reward(row, "<answer>jarce!</answer>")
-    {'correct': 1.0, 'f1': 1.0, 'format': 1.0}
+    {'correct': 1.0, 'squad': 1.0, 'f1': 1.0, 'format': 1.0}
     >>> reward(row, "It was <answer>Mabto of Waplem</answer>")["f1"]  # "of" and "Waplem", of three words each
     0.6666666666666666
     """
@@ -49,6 +62,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
     wanted = [] if answer is None else [spelling for spelling in answers(row) if is_answer(spelling)]
     return {
         "correct": float(any(exact_match(answer, spelling) for spelling in wanted)),
+        "squad": float(any(squad(answer) == squad(spelling) for spelling in wanted)),
         "f1": max((f1(answer, spelling) for spelling in wanted), default=0.0),
         "format": float(is_well_formed(text)),
     }
@@ -74,42 +88,64 @@ def answers(row: dict) -> list[str]:
 
 
 def exact_match(answer: str, wanted: str) -> bool:
-    """SQuAD's exact match, but for numbers also the sign and decimal point count, which SQuAD ignores.
+    """Whether two texts are equal after `normalize`, with hyphens between words removed or replaced by spaces.
 
     >>> [exact_match(answer, "15") for answer in ("15.", "the 15", "-15", "1.5")]
     [True, True, False, False]
+    >>> exact_match("twenty one", "twenty-one"), exact_match("1-0", "10"), exact_match("1/2", "1-2")
+    (True, False, False)
     """
-    is_number = _NUMBER.fullmatch(wanted.strip()) is not None
-    has_same_numbers = not is_number or [*map(_value, _NUMBER.findall(answer))] == [_value(wanted)]
-    return has_same_numbers and normalize(answer) == normalize(wanted)
+    return not _forms(answer).isdisjoint(_forms(wanted))
 
 
-def _value(number: str) -> Fraction:
-    return Fraction(number.strip().replace(",", "").replace("\u2212", "-"))
+def _forms(text: str) -> set[str]:
+    return {normalize(text), normalize(_HYPHEN.sub(" ", _without_look_alikes(text)))}
 
 
 def f1(answer: str, wanted: str) -> float:
-    """The harmonic mean of precision and recall of the answer's words, as a bag.
+    """The harmonic mean of precision and recall of the answer's words, as a bag; 1 for an exact match.
 
         F1 = 2 n / (words of the answer + words wanted),    n: the words in common
 
-    >>> f1("the town of Waplem", "Waplem"), f1("-15", "15")  # town, of, Waplem; Waplem
-    (0.5, 0.0)
+    >>> f1("the town of Waplem", "Waplem"), f1("$15 million", "$1.5 million"), f1("-15", "15")  # town, of, Waplem
+    (0.5, 0.5, 0.0)
     """
-    if normalize(answer) == normalize(wanted) and not exact_match(answer, wanted):  # another number
-        return 0.0
+    if exact_match(answer, wanted):
+        return 1.0
     given, gold = normalize(answer).split(), normalize(wanted).split()
     in_both = (Counter(given) & Counter(gold)).total()
     return 2 * in_both / (len(given) + len(gold)) if in_both else 0.0
 
 
 def normalize(text: str) -> str:
-    """SQuAD's normalisation: lower case, without ASCII punctuation and articles, single spaces.
+    """SQuAD's normalisation, but numbers keep their signs and all punctuation between digits, in full width.
 
-    A text that would become empty is only brought to lower case, with single spaces.
+    Only thousands separators are removed, and a date has hyphens. Before, Unicode is brought to one form: NFC, with
+    ASCII quotes, dashes and minus signs. A text that would become empty is only in lower case, with single spaces.
 
-    >>> normalize(" The U.S.  Navy's"), normalize("1,846."), normalize("a/the"), normalize("The")
-    ('us navys', '1846', 'athe', 'the')
+    >>> [normalize(text) for text in ("a $1.5 million", "1,846.", "12/25/2020", "O\u2019Brien", "The")]
+    ['1\uff0e5 million', '1846', '12\uff0d25\uff0d2020', 'obrien', 'the']
     """
-    bare = " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
-    return bare or " ".join(text.lower().split())
+    text = _without_look_alikes(text)
+    return squad(_FIGURE.sub(_kept, text)) or " ".join(text.lower().split())
+
+
+def _without_look_alikes(text: str) -> str:
+    text = unicodedata.normalize("NFC", text).translate(_LOOK_ALIKE)
+    return re.sub(r"(?<=\d)\s-\s(?=\d)", "-", text)  # 3 - 2
+
+
+def _kept(figure: re.Match) -> str:
+    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), re.sub(r"\s|(?<!\d)\$", "", figure[0]))
+    if _DATE.fullmatch(text):
+        text = re.sub(r"\D", "-", text)
+    return re.sub(r"\D", "", text) if _LONG_NUMBER.fullmatch(text) else text.translate(_KEPT)
+
+
+def squad(text: str) -> str:
+    """SQuAD's normalisation as published: lower case, without ASCII punctuation and articles, single spaces.
+
+    >>> squad(" The U.S.  Navy's"), squad("1,846."), squad("-1.5"), squad("a/the"), squad("The")
+    ('us navys', '1846', '15', 'athe', '')
+    """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())

@@ -1,7 +1,8 @@
 r"""Compare two answers without a library: as text in one spelling, or as exact numbers.
 
 Words after a number are a unit, which is left out, unless they change the number. Such words are either a known factor
-(`2\text{ million}`), or the answer is not read as a number at all.
+(`2\text{ million}`), or the answer is not read as a number at all. Letters without `\text` or `\mathrm` are symbols,
+except for units after a space (`5 m`, `5 N·m`) and those of two letters (`5km/h`).
 """
 
 import itertools
@@ -20,15 +21,18 @@ _UNICODE = {  # by code point, because some look alike
     0x2212: "-", 0x2013: "-", 0xD7: r"\times ", 0xB7: r"\cdot ", 0xF7: "/", 0x3C0: r"\pi ", 0xB0: r"^\circ ",
     0x221E: r"\infty ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x2260: r"\ne ", 0x222A: r"\cup ", 0x2229: r"\cap ",
     0x2208: r"\in ", 0xB1: r"\pm ", 0x221A: r"\sqrt ", 0xB2: "^2", 0xB3: "^3", 0xFF05: "%", 0xFF0C: ",",
-    0xA0: " ", 0x2009: " ", 0x202F: " ",
+    0xA0: " ", 0x2009: " ", 0x202F: " ", 0x22C5: r"\cdot ", 0x2A7D: r"\le ", 0x2A7E: r"\ge ", 0xB5: r"\mu ",
+    0x3BC: r"\mu ", 0x2103: r"^\circ C", 0x2109: r"^\circ F", 0x3A9: r"\Omega ", 0x2126: r"\Omega ", 0x212B: "\xc5",
+    0xB9: "^1", 0x207B: "^-",
 }  # fmt: skip
-_SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\quad", r"\qquad", "~"}
+_SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\thinspace", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
 _NOTHING |= {rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
-TEXTS = ("text", "textrm", "mbox", "textbf", "textit", "mathrm", "mathbf")
+TEXTS = ("text", "textrm", "mbox", "textbf", "textit", "mathrm", "mathbf", "rm")
 _SAME = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le", r"\leqslant": r"\le",
-    r"\geq": r"\ge", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%",
+    r"\geq": r"\ge", r"\geqslant": r"\ge", r"\lt": "<", r"\gt": ">", r"\neq": r"\ne",
+    r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%",
     r"\degree": r"^\circ", r"\operatorname": r"\text", r"\boxed": "", r"\fbox": "",
 } | {rf"\{name}": r"\text" for name in TEXTS}  # fmt: skip
 _BRACED = (  # LaTeX reads these alike with and without braces
@@ -38,6 +42,11 @@ _BRACED = (  # LaTeX reads these alike with and without braces
     (re.compile(r"([_^])\{([0-9A-Za-z]|\\circ)\}"), r"\1\2"),
 )
 _TEXT = re.compile(r"\\text\{([^{}]*+)\}")
+_THIN = r"(?:[~\xa0\u2007-\u200a\u202f]|\\[ ,:;!]|\\thinspace\s*|\{\\,\})"  # a space that is written on purpose
+_GROUPED = re.compile(  # 12\,345.678\,9
+    rf"(?:(?<![\d.,_^A-Za-z])[1-9]\d{{,2}}(?:{_THIN}\d{{3}})+|(?<=\d\.)(?:\d{{3}}{_THIN})+\d{{1,3}})(?!{_THIN}?\d|/)"
+)
+_ROMAN = re.compile(r"\{\\(?:rm|bf)(?![a-zA-Z])((?:[^{}]|\{[^{}]*+\})*+)\}")
 _PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx before it
     rf"\*\*((?:(?!\*\*).)++)\*\*|\\(?:underline|boldsymbol|(?:text)?color\s*\{{[^{{}}]*+\}}|{'|'.join(TEXTS)})\s*\{{(.++)"
     r"(?<=\})|(?:(?:so |the |final )*+answer(?: is\b|:)|=|\\approx(?![a-zA-Z])|\u2248)(.++)",
@@ -50,11 +59,22 @@ _UNITS = (
     "degrees? cents? dollars? units? inch(?:es)? in ft feet foot yards? miles? mph mm cm m km meters? seconds? "
     "minutes? hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
 ).replace(" ", "|")
-_UNIT = re.compile(
-    r"(?:\\text\{[^{}]*+\}(?:\^-?\d|\^\{-?\d\})?"
-    rf"|(?<=\d) (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?)$"
+_POWER = r"(?:\^(?:-?\d|\{\s*-?\d\s*\})|[\xb2\xb3])"
+_SPACE = r"(?:[\s~]|\\[ ,:;!])"
+_COMMANDS = rf"\\(?:{'|'.join(TEXTS)}|operatorname)\s*+"
+_INNER = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+"
+_UNIT = re.compile(  # the last factor: \text{...}, or a fraction of them
+    rf"{_SPACE}*+(?:(?P<sign>\\cdot(?![a-z])|[/*\xb7\u22c5]){_SPACE}*+)?(?:(?:\\mu{_SPACE}*+)?{_COMMANDS}"
+    rf"\{{(?P<words>{_INNER})\}}\s*+{_POWER}?|\\[dt]?frac(?P<fraction>\{{{_INNER}\}}\s*+\{{{_INNER}\}}))\s*+$"
 )
-_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are not units
+_TEXT_OF_UNIT = re.compile(rf"{_COMMANDS}\{{([^{{}}]*+)\}}({_POWER}?)")
+_SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
+_SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|ft|mi|lb|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
+_BARE_UNIT = re.compile(  # without \text: words after a space, a name of two letters, m/s and N·m, kg m^{-3}
+    rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?|(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
+    rf"|(?: |(?=[A-Za-z]{{2}})){_SYMBOL}(?:(?:(?:\\cdot ?|/){_SYMBOL})+|(?: {_SYMBOL})++(?:(?<=\^-\d)|(?<=-\d\}}))))$"
+)
+_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF\xc5")  # i and x, for example, are not units
 # Words that change a number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
 _NUMERALS = (
     "zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty "
@@ -121,9 +141,8 @@ def clean(text: str, keeps_words: bool = False) -> str:
     Args:
         keeps_words: keep the spaces between words, too.
     """
-    tokens = _TOKEN.findall(bare(text).translate(_UNICODE))
+    tokens = _TOKEN.findall(_latex(bare(text)))
     cleaned, has_space = [""], False
-    follows = str.isalnum if keeps_words else str.isdigit
     for token in tokens:
         if token.isspace() or token in _SPACES:
             has_space = True
@@ -133,7 +152,9 @@ def clean(text: str, keeps_words: bool = False) -> str:
         token = _SAME.get(token, token)
         last = cleaned[-1]
         if token[:1].isalpha():
-            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (has_space and follows(last[-1:]))
+            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (
+                has_space and (last[-1:].isdigit() or (keeps_words and (last[-1:].isalnum() or last == "}")))
+            )
         else:
             needs_space = has_space and token[:1].isdigit() and last[-1:].isdigit()
         cleaned.append(" " + token if needs_space else token)
@@ -144,19 +165,27 @@ def clean(text: str, keeps_words: bool = False) -> str:
     return _without_outer_braces(text)
 
 
+def _latex(text: str) -> str:
+    return text if text.isascii() else text.translate(_UNICODE).replace("^-^", "^-")
+
+
 def bare(text: str) -> str:
-    r"""An answer without its presentation.
+    r"""An answer without its presentation, and numbers without spaces between groups of three digits.
 
     >>> [bare(text) for text in ("**33**", r"\textcolor{blue}{5}", "= 932", "The answer is 5", r"\underline{\text{5}}")]
     ['33', '5', '932', '5', '5']
+    >>> [bare(text) for text in (r"12\,345.678\,9\,x", "12 345", r"12\,34")]
+    ['12345.6789\\,x', '12 345', '12\\,34']
     """
     text = text.strip()
+    if "{\\" in text:
+        text = _ROMAN.sub(r"\\mathrm{\1}", text)
     while found := _PRESENTED.fullmatch(text):
         inner = found[1] or (found[2] or "}")[:-1] or found[3] or ""
         if not inner.strip() or not is_balanced(inner):
             break
         text = inner.strip()
-    return text
+    return _GROUPED.sub(lambda number: re.sub(_THIN, "", number[0]), text)
 
 
 def is_balanced(text: str) -> bool:
@@ -181,6 +210,8 @@ def as_number(text: str) -> Number | None:
     ['32348', '9/5', '870', '-1/2', '1/2']
     >>> [str(as_number(text).value) for text in (r"2\text{ million}", "5 thousand dollars", r"5.4 \text{ cents}")]
     ['2000000', '5000', '27/5']
+    >>> [str(as_number(text).value) for text in (r"36\ \text{N}\cdot\text{m}", "5 km/h", r"0.1\overline{6}", "0.(3)")]
+    ['36', '5', '1/6', '1/3']
     >>> [as_number(text) for text in ("3, 500", "2\\pi", r"5\text{ or }6", r"3\mathrm{i}", r"5\text{ or more}")]
     [None, None, None, None, None]
     """
@@ -190,24 +221,36 @@ def as_number(text: str) -> Number | None:
     text = clean(text, keeps_words=True).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
-    text = re.sub(r"\^\\circ ?[CFK]?$|\^\{\\circ\}[CFK]?$", "", text)
-    text, factor = without_units(text)
+    factor = 1
+    if _NUMBER.fullmatch(text) is None:
+        text, factor = without_units(_DEGREES.sub("", text))
+        text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
     is_percent = text.endswith("%") or text.endswith(" percent")
     text = text.removesuffix("%").removesuffix(" percent") if is_percent else text
     value = _value(text.replace("{,}", ","), has_list)
-    return None if value is None else Number(value * factor, is_percent, "." in text, name)
+    is_decimal = "." in text and not _REPEATING.fullmatch(text)
+    return None if value is None else Number(value * factor, is_percent, is_decimal, name)
 
 
-def without_units(text: str) -> tuple[str, int]:
-    r"""A cleaned answer without the units after it, and the factor of words after it such as million.
+def without_units(text: str, units: re.Pattern = _UNIT) -> tuple[str, int]:
+    r"""An answer without the units after it, and the factor of words after it such as million.
 
-    >>> [without_units(x) for x in (r"3\text{ million dollars}", r"\pi\text{ cm}^2", r"3\text{ dozen or 4}")]
+    >>> [without_units(x) for x in (r"3\text{ million dollars}", r"\pi\ \text{cm}^2/\text{s}", r"3\text{ dozen or 4}")]
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
     """
     factor = 1
-    while (found := _UNIT.search(text)) and found.start() > 0:
-        words = _TEXT.sub(r" \1", re.sub(r"\^-?\d$|\^\{-?\d\}$", "", found[0])).split()
-        unit = list(itertools.dropwhile(_FACTORS.__contains__, words))
+    for _ in range(2 * MOST_UNIT_WORDS):
+        found = units.search(text)
+        if not found or found.start() == 0:
+            break
+        parts = found.groupdict()
+        if fraction := parts.get("fraction"):
+            words = _TEXT_OF_UNIT.sub(r" \1\2 ", fraction).split()
+            if re.search(r"[^\W_]", _TEXT_OF_UNIT.sub("", fraction).replace(r"\cdot", "")):  # outside \text
+                break
+        else:
+            words = (parts["words"] if parts else found[0]).split()
+        unit = words if parts.get("sign") else list(itertools.dropwhile(_FACTORS.__contains__, words))
         if not is_unit(" ".join(unit)):
             break
         factor *= math.prod(_FACTORS[word] for word in words[: len(words) - len(unit)])
@@ -216,14 +259,21 @@ def without_units(text: str) -> tuple[str, int]:
 
 
 def is_unit(words: str) -> bool:
-    """Whether words are a unit, and do not change the number before them.
+    r"""Whether words are a unit, and do not change the number before them.
 
-    >>> [is_unit(words) for words in ("square feet", "m", "i", "or more", "million")]
-    [True, True, False, False, False]
+    >>> [is_unit(words) for words in ("square feet", "kg m^{-3}", r"W/(m\cdot K)", "i", "a/b", "or more", "million")]
+    [True, True, True, False, False, False, False]
     """
-    is_letter = len(words) == 1 and words not in _LETTERS_OF_UNITS
-    is_long = len(words.split()) > MOST_UNIT_WORDS
-    return not (is_letter or is_long or re.search(r"[\d,;:=+*<>\\]", words) or changes_number(words))
+    words = re.sub(r"\\mu ?(?=[A-Za-z])", "", _latex(words)).replace(r"\Omega", "ohm")
+    signs = _SIGNS_OF_UNIT.findall(words)
+    names = _SIGNS_OF_UNIT.sub(" ", words).split()
+    if signs:
+        names = [name for name in names if name != "K"]  # kelvin; alone it can be a thousand
+    is_letter = any(len(name) == 1 and name not in _LETTERS_OF_UNITS for name in names) and (signs or len(names) == 1)
+    words = " ".join(names)
+    return not (
+        is_letter or len(names) > MOST_UNIT_WORDS or re.search(r"[\d,;:=+*<>\\^]", words) or changes_number(words)
+    )
 
 
 def _value(text: str, has_list: bool) -> Fraction | None:
@@ -231,6 +281,10 @@ def _value(text: str, has_list: bool) -> Fraction | None:
         value = Fraction(match[2])
     elif (match := _THOUSANDS.fullmatch(text)) and not has_list:
         value = Fraction(match[2].replace(",", "") + (match[3] or ""))
+    elif match := _REPEATING.fullmatch(text):
+        before, block = match[3], next((group for group in match.groups()[3:6] if group), "".join(match.groups("")[6:]))
+        value = Fraction(int((match[2] + before + block) or 0) - int((match[2] + before) or 0))
+        value /= 10 ** len(before) * (10 ** len(block) - 1)
     elif match := _SCIENTIFIC.fullmatch(text):
         exponent = next(group for group in match.groups()[2:] if group)
         if len(exponent) > 4 or abs(int(exponent)) > LARGEST_EXPONENT:
@@ -249,6 +303,10 @@ def _value(text: str, has_list: bool) -> Fraction | None:
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"([+-]?)({_DECIMAL})")
 _THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)(\.\d+)?")
+_REPEATING = re.compile(  # 0.1\overline{6}, 0.(3), 0.\dot{1}4285\dot{7}
+    r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar)(?:\{(\d+)\}|(\d))|\((\d+)\)|\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?)"
+)
+_DEGREES = re.compile(r"(?:\{\})?\^(?:\\circ|\{\\circ\}) ?(?:[CFK]|\\text\{[CFK]\})?$")
 _SCIENTIFIC = re.compile(
     rf"([+-]?)(?:({_DECIMAL})(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)10\^(?:\{{([+-]?\d+)\}}|([+-]?\d+)))"
     r"|10\^(?:\{([+-]?\d+)\}|([+-]?\d+)))"

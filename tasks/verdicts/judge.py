@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.verdicts import answer_text as answers
 from tasks.verdicts.answer_text import as_number, is_balanced, normalize, same_number
+from tasks.verdicts.readings import comparable
 
 from harness.tools.tool_processes import NoAnswerError, Workers, in_threads
 
@@ -31,7 +32,6 @@ _TEXT = rf"\\(?:{'|'.join(answers.TEXTS)})\s*\{{"
 _AND = re.compile(rf",?\s*+{_TEXT}\s*+(?:and|or)\s*+\}}")
 _LETTER = re.compile(rf"{_TEXT}\s*+([A-Za-z])\s*+\}}")
 _LEFT_OUT = re.compile(rf"{_TEXT}|\\[lcv]?dots(?![a-z])|\.\.\.|\u2026")
-_LAST_TEXT = re.compile(rf"(?<=.){_TEXT}([^{{}}]*+)\}}(?:\^-?\d|\^\{{-?\d\}})?\s*+$")
 Pair = tuple[str, str]  # gold, answer
 
 
@@ -51,11 +51,19 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
     wanted, given = normalize(gold), normalize(answer)
     if not wanted or not given or wanted == given:
         return bool(wanted) and wanted == given
+    pairs = comparable(gold, answer)
+    if pairs != [(gold, answer)]:
+        return False if pairs is None else _all(quick_verdict(*pair) for pair in pairs)
     numbers = as_number(gold), as_number(answer)
     verdict = same_number(*numbers) if all(numbers) else None
     if verdict is None and not _can_be_told(expression(gold), expression(answer)):
         return False
     return verdict
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    verdicts = list(verdicts)
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def expression(text: str) -> str | None:
@@ -66,10 +74,12 @@ def expression(text: str) -> str | None:
     >>> [expression(x) for x in (r"$\pi\text{ cm}$", r"1\text{ or }2", r"3\mathrm{i}", r"3\text{ to 4}", r"3\ldots")]
     ['\\pi', '1,2', '3 i ', None, None]
     """
-    text = answers.bare(text.replace("\\$", "").replace("$", ""))
-    text = _AND.sub(",", text)
-    while (found := _LAST_TEXT.search(text)) and answers.is_unit(found[1].strip()):
-        text = text[: found.start()].rstrip()
+    if len(text) > answers.LONGEST:
+        return None
+    text = _AND.sub(",", answers.bare(text.replace("\\$", "").replace("$", "")))
+    text, factor = answers.without_units(text)
+    if factor != 1:
+        return None
     text = _LETTER.sub(r" \1 ", text)  # of a symbol
     return None if _LEFT_OUT.search(text) or not is_balanced(text) or len(text) > LONGEST else text
 
@@ -160,7 +170,11 @@ class Judge:
 
     def _ask_once(self, pair: Pair) -> bool | None:
         """The library's verdict; if somebody has killed the worker, it is replaced, and the new worker is asked."""
-        arguments = {"gold": expression(pair[0]), "answer": expression(pair[1])}
+        undecided = [part for part in comparable(*pair) if quick_verdict(*part) is None]
+        return _all(self._verdict_of_library(*part) for part in undecided)
+
+    def _verdict_of_library(self, gold: str, answer: str) -> bool | None:
+        arguments = {"gold": expression(gold), "answer": expression(answer)}
         for _ in range(2):
             try:
                 return {"true": True, "false": False}.get(self._workers.ask("equal", arguments))

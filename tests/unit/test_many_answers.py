@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import pytest
 
-from tasks import gsm8k
+from tasks import gsm8k, qa
 from tasks import math as mathematics
 from tasks.verdicts.judge import Judge, has_library
 
@@ -126,14 +126,70 @@ def test_gsm8k():
     report("gsm8k", verdicts)
 
 
+# Questions about documents -------------------------------------------------------------------------------------------
+
+# What stands between two numbers, in all its spellings; equal digits with another one are another answer
+BETWEEN = (("",), (".",), ("/", "\u2215"), (":",), ("-", "\u2013", "\u2010"), ("+",), ("^",), ("'",), (", ",), ("*",))
+AROUND = """N; N km; $N million; N%; about N people; N.; the N; a score of N; N degrees; (N); \u201cN\u201d; version N
+John\u2019s N; caf\xe9 N; N\xa0a.m.; #N; N-year-old"""
+
+
+def of_qa(rng: random.Random) -> tuple[str, str, bool, str]:
+    """Gold, answer, whether it is right, and the form's name. Half of the near misses have the same digits."""
+    a, b, around = rng.randrange(1, 1000), rng.randrange(1, 100), rng.choice(re.split("; |\n", AROUND))
+    sign, between = rng.choice(("", "", "-")), rng.randrange(len(BETWEEN))
+    gold = around.replace("N", f"{sign}{a}{BETWEEN[between][0]}{b}")
+    other = rng.choice([(sign, a, between)] * 5 + [
+        ("" if sign else "-", a, between), (sign, a + 1, between), *[(sign, a, rng.randrange(len(BETWEEN)))] * 4
+    ])  # fmt: skip
+    text = f"{other[0]}{other[1]}{rng.choice(BETWEEN[other[2]])}{b}"
+    if between == other[2] == 0 and rng.random() < 0.5:
+        text = f"{other[0]}{int(text.lstrip('-')):,}"
+    text = text if other[0] == "" or rng.random() < 0.5 else text.replace("-", "\u2212", 1)
+    answer = around.replace("N", text)
+    for spelling in (("\u2019", "'"), ("\u201c", '"'), ("\u201d", '"'), ("\xe9", "e\u0301"), ("\xa0", " "), ("$", "")):
+        answer = answer.replace(*spelling) if rng.random() < 0.5 else answer
+    return gold, answer, other == (sign, a, between), f"{BETWEEN[between][0]} in {around}"
+
+
+def test_qa():
+    rng, verdicts = random.Random(0), []
+    for _ in range(ANSWERS):
+        gold, answer, is_right, form = of_qa(rng)
+        rewards = qa.reward({"answer": gold}, f"<answer>{answer}</answer>")
+        assert rewards["f1"] >= rewards["correct"]
+        verdicts.append((is_right, rewards["correct"] == 1, form, f"{gold}: {answer}"))
+    report("qa", verdicts)
+
+
 # Mathematics ---------------------------------------------------------------------------------------------------------
+
+
+WITH_UNITS = r"""N \, \mathrm{m/s^2}; N\ \text{N}\cdot\text{m}; N\text{ kg m}^{-3}; N\,\mathrm{kg\,m^{-3}}; N °C; N m/s²
+N kg m^{-3}; N N·m; N\text{ J·s}; N^\circ\text{C}; N\ \mathrm{km/h}; N km/h; N\text{ m s}^{-1}; N\text{ cm³}
+N\,\mathrm{W/(m\cdot K)}; N\ \frac{\text{m}}{\text{s}^2}; N\;{\rm m/s^2}; N\text{ m s⁻¹}; N\,\mu\text{m}"""
+GROUPED = (r"\,", r"\ ", "~", "\u2009", "\u202f", "{,}", r"{\,}")
+
+
+def repeating(value: Fraction) -> tuple[str, str] | None:
+    """The digits before the repeated ones, and these, by long division."""
+    digits, rests, rest = "", [], value.numerator % value.denominator
+    while rest and rest not in rests:
+        rests.append(rest)
+        digits += str(10 * rest // value.denominator)
+        rest = 10 * rest % value.denominator
+    start = rests.index(rest) if rest else 0
+    return (f"{value.numerator // value.denominator}.{digits[:start]}", digits[start:]) if rest else None
 
 
 def latex(rng: random.Random, value: Fraction) -> str:
     """One of the usual ways to write an exact number in LaTeX."""
     sign, a, b = ("-" if value < 0 else ""), abs(value.numerator), value.denominator
     if b == 1:
-        forms = [f"{a}", f"{a:,}", f"{a:,}".replace(",", ",\\!"), f"{a}.0", f"\\frac{{{2 * a}}}{{2}}", f"{{{a}}}"]
+        forms = [rng.choice(re.split(r"; |\n", WITH_UNITS)).replace("N", f"{a}", 1)] * 3
+        if a > 999:
+            forms += [f"{a:,}".replace(",", rng.choice(GROUPED))] * 2
+        forms += [f"{a}", f"{a:,}", f"{a:,}".replace(",", ",\\!"), f"{a}.0", f"\\frac{{{2 * a}}}{{2}}", f"{{{a}}}"]
         forms += [f"{a}\\text{{ {rng.choice(['cm', 'dollars', 'square units', 'm/s'])}}}", f"\\${a}", f"{a}^\\circ"]
         if a and a % 1000 == 0:
             forms += [f"{a // 1000} thousand", f"{a // 1000} \\times 10^{{3}}", f"{a // 1000}\\text{{ thousand}}"]
@@ -143,6 +199,23 @@ def latex(rng: random.Random, value: Fraction) -> str:
         forms.append(f"{a // b}\\frac{{{a % b}}}{{{b}}}")
     if (10**4 * value).denominator == 1:
         forms.append(f"{float(abs(value)):g}")
+    elif before_and_block := repeating(abs(value)):
+        for form in (r"I\overline{B}", r"I\bar{B}", "I(B)", r"IB\overline{B}"):
+            forms.append(form.replace("I", before_and_block[0]).replace("B", before_and_block[1]))
+    return sign + rng.choice(forms)
+    forms = [f"\\frac{{{a}}}{{{b}}}", f"\\dfrac{{{a}}}{{{b}}}", f"{a}/{b}", f"\\frac{{{3 * a}}}{{{3 * b}}}"]
+    if a > b:
+        forms.append(f"{a // b}\\frac{{{a % b}}}{{{b}}}")
+    if (10**4 * value).denominator == 1:
+        forms.append(f"{float(abs(value)):g}")
+    elif before_and_block := repeating(abs(value)):
+        before, block = before_and_block
+        forms += [
+            f"{before}\\overline{{{block}}}",
+            f"{before}\\bar{{{block}}}",
+            f"{before}({block})",
+            f"{before}{block}\\overline{{{block}}}",
+        ]
     return sign + rng.choice(forms)
 
 
@@ -150,7 +223,11 @@ def latex(rng: random.Random, value: Fraction) -> str:
 PRESENTED = r"N; $N$; N.; \text{N}; = N; \approx N; **N**; The answer is N.; \textcolor{blue}{N}; \boldsymbol{N}; x = N"
 CHANGED = r"""N\text{ million}; N\mathrm{i}; N\text{ or more}; N\text{0}; N\text{.5}; N\ldots; Nx; N0; N\pi; N!; N, 2;
 N\text{ or }2; N\text{ hundredths}; N\text{ squared}; 1N; N\sqrt{2}; N\text{ dozen}; N^2; -N; N+1; \sqrt{N}; (N, 1);
-N\text{ plus or minus one}; N\%\cdot 3"""
+N\text{ plus or minus one}; N\%\cdot 3; N\,\mathrm{m/s^2}+1; N\text{ k}m; N\text{ m}/2\text{ s}; N g h; Nm; Nm/s; N N;
+N\,\mathrm{x/y}; N\text{ dozen/s}; N\text{ thousand m/s}; N N\cdot x; N\text{ m or 4 m}; N\text{ m}^{12};
+N^2\text{ m}; N\ \frac{\text{m}}{2}; N/\text{dozen}; N\cdot 2\text{ m}; N\,000; 1\,N; N\,5; N\,N; N.\overline{3};
+\overline{N}x; x < N; 0.\overline{N}; N\quad 345; \textbf{(E)}\ 1N; (E) N or (D) N; N\text{ s}^{-1}\text{ squared};
+N\,\mathrm{k}; [N, N+1]; N\,\mathrm{n^2}; N\ \text{mil/s}"""
 
 
 def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
@@ -162,6 +239,9 @@ def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
     if value.denominator == 1 and rng.random() < 0.35:
         form = rng.choice(re.split(r";\s", CHANGED))
         return gold, form.replace("N", gold), False, f"changed: {form}"
+    if (found := repeating(value)) and len("".join(found)) < 7 and rng.random() < 0.2:
+        form = rng.choice(("IB", r"I\overline{B0}", r"I0\overline{B}", r"I\overline{B}x"))
+        return gold, form.replace("I", found[0]).replace("B", found[1]), False, "not repeated"
     other = value
     if rng.random() < 0.3:
         other = rng.choice([value + 1, 1 / value, -value, value * 10, value + Fraction(1, 7), value / 100])
@@ -171,7 +251,7 @@ def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
     return gold, form.replace("N", text), other == value, f"{form} of {re.sub('[0-9]+', 'n', text)}"
 
 
-# Gold; right; wrong: math-verify agrees with each
+# Gold; right; wrong
 EXPRESSIONS = r"""Ax+B; B+Ax; Bx+A
 (x+A)^2; x^2+2\cdot Ax+A^2; x^2+A^2
 A\sqrt{B}; \sqrt{B}\cdot A; \sqrt{B+A}
@@ -181,7 +261,27 @@ A,B; \{B, A\}; A
 [A,\infty); \left[A, \infty\right); (A,\infty)
 A \pm \sqrt{B}; A+\sqrt{B}, A-\sqrt{B}; A+\sqrt{B}
 2^{A}; 2\cdot 2^{A-1}; 2^{A+1}
-\frac{x}{A}; x/A; \frac{A}{x}"""
+\frac{x}{A}; x/A; \frac{A}{x}
+E; \textbf{(E)}\ A; \textbf{(D)}\ A
+E; (E)\ \frac{A}{B}; (E)\text{ or }(D)
+E; \text{E. }A\text{ cm}; A
+\textbf{(E)}\ A; E; D
+\textbf{(E)}\ A; A.0; 1A
+\textbf{(E)}\ A; (E) A; (E) 1A
+A; \textbf{(E) }A; \textbf{(E) }B1
+\sqrt{A}; \textbf{(D)}\ \sqrt{A}; \textbf{(D)}\ \sqrt{B}
+[A,1B0]; A \le x \le 1B0; A \le x < 1B0
+[-\frac{A}{2},B]; B \ge x \geqslant -A/2; B \ge x \ge A
+A<x<1B0; (A,1B0); A,1B0
+A \le t < 1B0; [A,1B0); [A,1B0]
+(-\infty,A); x<A; x \le A
+x \in [A,\infty); A \leq x; x \le A
+x > \frac{1}{A}; (\frac{1}{A}, \infty); (A, \infty)
+(-\infty,A)\cup(1B0,\infty); x<A\text{ or }x>1B0; x<A\text{ and }x>1B0
+[A,1B0]; x \ge A \text{ and } x \le 1B0; x \ge A
+[A,1B0]; \{x \mid A \le x \le 1B0\}; \{A,1B0\}
+[2\sqrt{A},1B0]; \sqrt{A} \cdot 2 \leqslant x \leqslant 1B0.0; 2\sqrt{A} \le 2x \le 1B0
+x<A; A>x; y<A"""
 
 
 def an_expression_of_math(rng: random.Random) -> tuple[str, str, bool, str]:
@@ -196,7 +296,7 @@ def an_expression_of_math(rng: random.Random) -> tuple[str, str, bool, str]:
 def test_math(monkeypatch):
     rng, judge = random.Random(0), Judge()
     monkeypatch.setattr(mathematics, "_JUDGE", judge)
-    cases = [(an_expression_of_math if rng.random() < 0.1 else of_math)(rng) for _ in range(ANSWERS)]
+    cases = [(an_expression_of_math if rng.random() < 0.2 else of_math)(rng) for _ in range(ANSWERS)]
     rows = [{"answer": gold} for gold, *_ in cases]
     texts = [rng.choice(("", "<think>\\boxed{5}</think>", "So ")) + f"\\boxed{{{answer}}}" for _, answer, *_ in cases]
     try:

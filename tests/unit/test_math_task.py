@@ -91,9 +91,22 @@ def test_any_gold_answer_of_a_list_is_right():
 def test_what_is_undecided_is_wrong_and_described():
     row, text = {"answer": "x"}, r"\boxed{9^{9^{9^9}}}"
     assert task.reward(row, text)["correct"] == 0
-    assert task.describe(row, text) == {"answered": 1.0, "undecided": 1.0}
-    assert task.describe(row, r"\boxed{x}") == {"answered": 1.0, "undecided": 0.0}
-    assert task.describe(row, "x") == {"answered": 0.0, "undecided": 0.0}
+    assert task.describe(row, text) == {"answered": 1.0, "undecided": 1.0, "right_elsewhere": 0.0}
+    assert task.describe(row, r"\boxed{x}") == {"answered": 1.0, "undecided": 0.0, "right_elsewhere": 0.0}
+    assert task.describe(row, "x") == {"answered": 0.0, "undecided": 0.0, "right_elsewhere": 0.0}
+
+
+@pytest.mark.parametrize(("gold", "text", "is_logged"), [
+    ("36", r"\boxed{36\text{ or so}}", 1), ("36", r"\boxed{36x^2}", 1), ("36", r"\boxed{36}", 0),
+    ("36", r"\boxed{37}", 0), ("36", r"36, no: \boxed{37}", 0), ("36", "The answer is 36.", 1), ("36", "36 or 37", 0),
+    (["9", "36"], "So: 36", 1), ("-36", "It is -36", 1), ("36", "It is -36", 0),
+    (r"\frac{1}{2}", r"Thus \frac{2}{4}.", 1), ("1,080", "We get 1080", 1), ("x", "x", 0),
+    ("36", r"<think>\boxed{36}</think>", 1), ("36", "", 0), ("36", r"\boxed{}", 0), ("36", r"\boxed{-36x}", 0),
+])  # fmt: skip
+def test_an_answer_that_is_refused_although_its_number_agrees_is_logged(gold, text, is_logged):
+    row = {"answer": gold}
+    assert task.describe(row, text)["right_elsewhere"] == is_logged
+    assert not (is_logged and task.reward(row, text)["correct"])
 
 
 @pytest.mark.parametrize("text", [
@@ -107,7 +120,7 @@ def test_hostile_text_is_wrong_and_nothing_else(text):
     row = {"answer": r"\frac{1}{2}"}
     task.prepare([row], [text])
     assert task.reward(row, text)["correct"] == 0
-    assert task.describe(row, text).keys() == {"answered", "undecided"}
+    assert task.describe(row, text).keys() == {"answered", "undecided", "right_elsewhere"}
 
 
 @pytest.fixture

@@ -56,6 +56,60 @@ def test_f1_and_exact_match_equal_a_slow_version():
     assert min(drawn.values()) > 10
 
 
+EQUAL = [
+    ("15", "the 15."), ("US", "U.S."), ("1846", "1,846"), ("1000000", "1'000'000"), ("100000", "1,00,000"), ("5", "$5"),
+    ("5%", "5"), ("-$5", "$-5"), ("-5 degrees", "\u2212 5 degrees"), ("$1.5 million", "1.5 million"),
+    ("v1.2.3", "v.1.2.3"), ("O\u2019Brien", "O'Brien"), ("Beyonc\xe9", "Beyonce\u0301"),
+    ("\u201cJarce\u201d", "jarce!"), ("10 km", "10\xa0km"), ("1990-91", "1990\u201391"), ("1990-91", "1990/91"),
+    ("12/25/2020", "12-25-2020"), ("24/7", "24/7."), ("1/2", "1\u20442"), ("twenty-one", "twenty one"),
+    ("co-operate", "cooperate"), ("COVID-19", "Covid\u201119"), ("1st", "1st."), ("F-16", "F16"),
+    ("St. John\u2019s", "St Johns"), ("1990s", "1990's"), ("10:30 am", "10:30 a.m."), ("AC/DC", "ACDC"),
+    ("1-800-273-8255", "18002738255"), ("555-123-4567", "(555)123-4567"), ("#1", "1"), ("5,000-6,000", "5000-6000"),
+    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"),
+]  # fmt: skip
+DIFFERENT = [
+    ("$1.5 million", "$15 million"), ("10.5 km", "105 km"), ("-5 degrees", "5 degrees"), ("1/2", "12"), ("3:4", "34"),
+    ("10:30", "1030"), ("3-2", "32"), ("1990-91", "199091"), ("24/7", "247"), ("1.2.3", "123"), ("9/11", "911"),
+    ("1,5", "15"), ("1846", "1.846"), (".5", "5"), ("$.50", "$50"), ("3+2", "32"), ("10^6", "106"), ("50", "50+"),
+    ("12(3)", "123"), ("1/2", "1-2"), ("2:1", "2-1"), ("1,2,3", "123"), ("5%-10%", "510"), ("$5-$6", "$56"),
+    ("5$6", "56"), ("(-5, 3)", "(5, 3)"), ("1914-1918", "19141918"), ("192.168.1.1", "19216811"), ("x=-5", "x=5"),
+    ("5", "- 5"), ("5", "<5"), ("vitamin", "vitamin-a"), ("1/2", "\xbd2"), ("6'2", "62"), ("#-5", "#5"),
+]  # fmt: skip
+
+
+def test_numbers_are_kept_and_unicode_is_brought_to_one_form():
+    for are_equal, pairs in ((True, EQUAL), (False, DIFFERENT)):
+        both = [*pairs, *((answer, wanted) for wanted, answer in pairs)]
+        assert [pair for pair in both if qa.exact_match(*pair) is not are_equal] == []
+        assert [pair for pair in both if (qa.f1(*pair) == 1) is not are_equal] == []
+    assert qa.f1("$15 million", "$1.5 million") == 0.5
+
+
+def test_the_published_exact_match_is_a_component_of_its_own():
+    for wanted, answer, correct, squad in (
+        ("$1.5 million", "$15 million", 0, 1), ("O\u2019Brien", "O'Brien", 1, 0), ("The", "a", 0, 1), ("5", "5", 1, 1),
+    ):  # fmt: skip
+        rewards = qa.reward({"answer": wanted}, f"<answer>{answer}</answer>")
+        assert (rewards["correct"], rewards["squad"]) == (correct, squad)
+    texts = [" The U.S.  Navy's", "a\u2019s \u2013 1,5", "an-a", string.printable, "THE A\u0130", "\uff0ea.b"]
+    letters = string.ascii_lowercase
+    published = ["us navys", "\u2019s \u2013 15", "ana", string.digits + 2 * letters, "ai\u0307", "\uff0eab"]
+    assert list(map(qa.squad, texts)) == published
+
+
+def test_verdicts_on_the_bundled_questions_are_those_of_the_published_exact_match(files):
+    rng, rows = random.Random(0), files["qa_tasks"] + files["qa_tasks_heldout"]
+    others = [str(row["answer"]) for row in rows]
+    others = [
+        form for gold in others for form in (gold, f"the {gold}.", f"in {gold}", gold.upper(), gold[:-1], gold + "1")
+    ]
+    for row in rows:
+        for answer in (*rng.sample(others, 20), row["answer"], f"The {row['answer']}!"):
+            rewards = qa.reward(row, f"<answer>{answer}</answer>")
+            assert rewards["correct"] == rewards["squad"] == (slow_normalize(answer) == slow_normalize(row["answer"]))
+            assert rewards["f1"] == pytest.approx(slow_f1(answer, row["answer"]))
+
+
 @pytest.mark.parametrize(("text", "correct", "f1", "well_formed"), [
     ("<answer>1846</answer>", 1, 1, 1),
     ("\n\n<answer> the 1,846. </answer>", 1, 1, 1),  # the calls of two turns are removed
@@ -67,6 +121,7 @@ def test_f1_and_exact_match_equal_a_slow_version():
 def test_rewards(text, correct, f1, well_formed):
     for answer in ("1846", 1846, ["never", "1846"]):
         found = qa.reward({"question": "?", "answer": answer}, text)
+        assert found.pop("squad") == (correct or "-1846" in text or "184.6" in text)
         assert found == {"correct": correct, "f1": pytest.approx(f1), "format": well_formed}
 
 
@@ -79,7 +134,7 @@ def test_an_answer_that_cannot_be_given_is_never_right(answer):
 def test_an_answer_of_articles_or_signs_is_compared_as_it_is():
     assert qa.reward({"answer": "The"}, "<answer>the</answer>")["correct"] == 1
     assert qa.reward({"answer": "The"}, "<answer>a</answer>")["correct"] == 0
-    assert qa.reward({"answer": "?!"}, "<answer></answer>") == {"correct": 0, "f1": 0, "format": 1}
+    assert qa.reward({"answer": "?!"}, "<answer></answer>") == {"correct": 0, "squad": 1, "f1": 0, "format": 1}
 
 
 def test_the_bundled_files_are_what_the_script_writes(files, load_script):
@@ -98,7 +153,7 @@ def test_every_answer_is_told_by_its_documents(files):
         assert re.search(rf"\b{row['answer']}\b", texts[last])
         assert first in row["question"]
         assert first == last or (last in texts[first] and last not in row["question"])
-        assert qa.reward(row, qa.solution(row)) == {"correct": 1, "f1": 1, "format": 1}
+        assert qa.reward(row, qa.solution(row)) == {"correct": 1, "squad": 1, "f1": 1, "format": 1}
 
 
 def test_new_documents_have_names_that_training_never_shows(files):

@@ -72,11 +72,27 @@ NUMBERS = {
     "1950": (r"1950^\circ C",), "3": ("\u0663",), "2000000": (r"2\text{ million}",),
     "3000000": (r"\$3\text{ million dollars}",), "5000": ("5 thousand",), "12": (r"1\text{ dozen}",),
     "300000": (r"3\text{ hundred thousand}",),
+    "36": (
+        r"36 \, \mathrm{m/s^2}", r"36\ \text{N}\cdot\text{m}", r"36\,\mathrm{kg\,m^{-3}}", "36 kg m^{-3}", "36 N·m",
+        "36°C", r"36\text{ J·s}", r"36{}^\circ\text{C}", r"36\text{ m s}^{-1}", "36 m/s²", "36km/h",
+        r"36\,\mathrm{W/(m\cdot K)}", r"36\ \frac{\text{m}}{\text{s}^2}", r"36\;{\rm m/s^2}", r"36\,\mu\text{m}",
+        "36 m s\u207b\xb9", "36\u2103",
+    ),
+    "12345": (
+        r"12\,345", r"12\thinspace 345", "12\u2009345", "12\xa0345", r"12\ 345", "12{,}345",
+        r"12{\,}345", "12~345\\text{ m}",
+    ),
+    "98764321/8000": (r"12\,345.540\,125",),
+    "1/6": (r"0.1\overline{6}", r"0.1\bar{6}", r"0.1\dot{6}", "0.1(6)", r".1\overline{66}\text{ cm}"),
+    "1/7": (r"0.\overline{142857}", r"0.\dot{1}4285\dot{7}"),
     "none": (
-        r"1\,000", "3, 500", "1,2", "137 5", "1/0", "1e999999999", "x == 5", "2x", "52_8", "nan", "inf", "1_000",
+        "3, 500", "1,2", "137 5", "1/0", "1e999999999", "x == 5", "2x", "52_8", "nan", "inf", "1_000",
         r"3\mathrm{i}", r"3\mathrm{x}", r"3\mathrm{n}", r"5\text{ + y}",
         r"807\text{.5}", r"239\text{0}", r"5\text{ or }6", r"5\text{ or more}",
         r"672\text{ or 694}", r"5\text{ squared}", r"5\text{ to }9", r"18\text{ half}", r"627\ldots",
+        "1 000", r"1\,00", r"1\,2345", r"1\quad 000", r"0.\overline{3}x", "5m", "5m/s", "5 g h", r"5\text{ k}m",
+        "5 x/y", r"5\text{ m}/2\text{ s}", r"5\,\mathrm{x^2}", r"5\text{ dozen/s}", r"5\ \frac{\text{m}}{2}",
+        r"5/\text{dozen}", "5 s^{-1}",
     ),
 }  # fmt: skip
 
@@ -105,16 +121,32 @@ QUICK = {
     True: [
         ("3.61e-10", r"3.61 \times 10^{-10}"), ("2/3", "0.666667"), ("0.5%", "0.005"), ("50%", "50%"), ("932", "= 932"),
         ("33", "**33**"), ("5", r"\underline{5}"), ("5", r"\textcolor{blue}{5}"), ("5", "The answer is 5."),
-        ("807", r"\approx 807"),
+        ("807", r"\approx 807"), ("E", r"\textbf{(E)}\ 12"), ("E", "(E) 12"), ("E", r"$\textbf{(E)}$ 12"),
+        ("E", r"{\bf (E)}12"), ("E", "(E)12"), (r"\text{(E)}", r"\textbf{E.}~-12\text{ cm}"),
+        (r"\textbf{(E)}\ 12", "E"), (r"\textbf{(E)}\ 12", "12"), ("12", r"\textbf{(E) }12.0"),
+        ("C", r"(C) \text{Evelyn}"), ("[-2,7]", r"-2 \le x \le 7"), (r"7 \ge x \ge -2", "[-2,7]"),
+        (r"x \in (-\infty,3)", "x<3"), ("x<3", "3 > x"), (r"[0.5,\infty)", r"x \geqslant \frac12"),
+        (r"(-\infty,2)\cup[3,\infty)", r"x \ge 3\text{ or }x<2"), ("(2,4)", "2<t<4"),
+        ("[-2,7]", r"x \ge -2\text{ and }x \le 7"), ("[-2,7]", r"\{x \mid -2 \le x \le 7\}"),
+        (r"0<\theta<\pi", r"(0,\pi)"),
     ],
     False: [
         ("3.61e-10", "1.39e-10"),  # both are 0 at six decimals
         (r"\frac{m}{M}", r"\frac{M}{m}"),  # math-verify considers these equal
         ("2/3", "0.666666"), ("9.6", "9.58"), ("50%", "0.5%"), ("5", "the answer that we have found is five"),
         ("2x", "x" * 301), ("2x", "}{"), ("", ""), ("807", r"\approx 808"), ("5", r"5\text{ or more}"),
-        ("627", r"627\ldots"), (r"2\pi", r"2\pi\text{ or more}"), (r"2\pi", r"2\pi\text{ million}"),
+        ("E", "(D) 12"), ("12", "(E) 13"), (r"\textbf{(E)}\ 12", "(E) 13"), (r"\textbf{(E)}\ 12", "D"),
+        ("E", r"\textbf{(E)}\text{ or }\textbf{(D)}"),
+        ("[-2,7]", r"-2 < x \le 7"), ("[-2,7]", r"7 \le x \le -2"),
+        ("[-2,7]", r"x \le 7"), ("2<x<4", "2,4"), ("2<x<4", "[2,4]"), ("2<x<4", r"x \in \{2,4\}"),
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2\text{ and }x>3"), (r"(-\infty,3)", r"x \le 3"),
+        ("(2,3)", r"x<2\text{ or }x>3"), ("627", r"627\ldots"), (r"2\pi", r"2\pi\text{ or more}"),
+        (r"2\pi", r"2\pi\text{ million}"),
     ],
-    None: [("x=5", "y=5"), (r"\sqrt{8}", r"2\sqrt{2}")],
+    None: [
+        ("x=5", "y=5"), (r"[2\sqrt{2},7]", r"\sqrt{8} \le x \le 7"), ("x<3", "y<3"), (r"\sqrt{8}", r"2\sqrt{2}"),
+        (r"2\sqrt{2}", r"(B) \sqrt{8}"),
+    ],
 }  # fmt: skip
 
 
@@ -137,12 +169,17 @@ EQUAL = [
     (r"\frac{1}{b-a}(e^{-at}-e^{-bt})", r"\frac{e^{-at}-e^{-bt}}{b-a}"), (r"\sin 2x", r"\sin(2x)"),
     (r"2^{1009}", r"2^{1008}\cdot 2"), (r"x \in [-2,7]", "[-2,7]"), (r"(5,\infty)", r"(5, \infty)"),
     ("x=5,x=-2", r"x=-2\text{ or }x=5"), (r"2\pi", r"2\pi\text{ radians}"),
+    (r"[2\sqrt{2},7]", r"\sqrt{8} \le x \le 7"), (r"2\sqrt{2}", r"(B) \sqrt{8}"),
+    (r"2\pi", r"2\pi\ \text{rad}/\text{s}"), (r"\sqrt{2}", r"\sqrt{2}\,\mathrm{m/s^2}"),
+    (r"12345\pi", r"\pi \cdot 12\,345"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"3\sqrt{13}", r"3\sqrt{14}"), ("x^2", "x^2+C"), ("2k+2", "2n+2"), ("(3,4]", "(3,5]"), ("1,-2", "1,-2,3"),
     (r"\frac{e^{at}-e^{-at}}{2a}", r"\frac{e^{at}-e^{-at}}{3a}"), (r"\ln 2 + i\pi", r"\ln 3 + i\pi"), ("2", "2c"),
     ("(1,2),(3,4)", "(1,2),(3,5)"), ("52_8", "42"), ("a_{1}", "a_{2}"), ("5", r"x+5"), (r"\alpha", r"\beta"),
     ("3", r"3\mathrm{i}"), ("5", r"5\text{ or }6"), (r"2\pi", r"2\pi d"), ("5,6", "5"),
+    ("E", "12"), ("E", "E = 12"), ("E", "(E), (D)"), ("A", "(A) - 4"), ("A", "(A)(B+1)"), ("E", "not (E) 12"),
+    ("x<3", "y<3"), (r"[2\sqrt{2},7]", r"\sqrt{6} \le x \le 7"), (r"2\sqrt{2}", r"(B) \sqrt{6}"),
 ]  # fmt: skip
 
 
