@@ -37,7 +37,7 @@ from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, 
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.data import prompts_of_step
-from harness.data.pairs import PAIRS, Pair, load_pairs
+from harness.data.pairs import PAIRS, Pair, load_pairs, read_pairs
 from harness.models.reward_loading import new_reward_model
 from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
@@ -67,9 +67,10 @@ class Config(EvaluatedConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__, resolved=RESOLVED))
+    rows = read_pairs(config)  # before a model is loaded
     with start_run(config) as run:
         reward_model = new_reward_model(config)
-        pairs, eval_pairs = load_pairs(config, reward_model)
+        pairs, eval_pairs = load_pairs(config, reward_model, rows)
         train(config, run, accelerator, reward_model, pairs, eval_pairs)
         run.save_final(reward_model)
         examination = examine(config, reward_model, eval_pairs)

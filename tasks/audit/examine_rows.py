@@ -136,7 +136,7 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
     """The rows that can be read and asked, and the places and problems of the other rows."""
     usable, unusable, first = [], [], None
-    for row in scan_rows(source, task.fields):
+    for row in scan_rows(source, task.fields, not task.is_bundled):
         try:
             if isinstance(row, UserError):
                 raise row

@@ -10,7 +10,7 @@ import pytest
 from common.errors import UserError
 from common.preferences import preference_metrics
 
-from harness.data.pairs import load_pairs, read_rows
+from harness.data.pairs import load_pairs, read_pairs, read_rows
 
 ROW = {"prompt": "What is 1 + 2?", "chosen": "<answer>3</answer>", "rejected": "<answer>4</answer>"}
 
@@ -26,7 +26,8 @@ def load(tmp_path, tokenizer):
             (tmp_path / f"{name}.jsonl").write_text(text)
         fixed = {"data": str(tmp_path / "pairs.jsonl"), "eval_data": str(tmp_path / "held_out.jsonl")}
         fixed |= {"eval_prompts": 1, "max_pairs": None, "max_length": 64, "answer_begins": None, "pairs_per_step": 1}
-        return load_pairs(SimpleNamespace(seed=0, **fixed | settings), judge)[0]
+        config = SimpleNamespace(seed=0, **fixed | settings)
+        return load_pairs(config, judge, read_pairs(config))[0]
 
     return load
 
@@ -93,7 +94,7 @@ def test_a_torn_file_is_refused_with_its_line(load, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     config = SimpleNamespace(data=str(path))
     with pytest.raises(UserError, match=r"pairs.jsonl:2: not JSON"):
-        load_pairs(config, None)
+        read_pairs(config)
 
 
 def test_too_few_pairs_are_refused(load):

@@ -1,0 +1,352 @@
+"""The schemas of published data: one table, which docs/data.md shows with an example each.
+
+A row that has the fields that are asked for stays as it is. Otherwise they are found by the paths of this table, and
+added. No other field is removed: reward functions may want it.
+"""
+
+import json
+import operator
+import re
+from typing import NamedTuple
+
+from common.chat import check_message
+
+from harness.base.terminal import short
+from harness.data.rows import Fields, Row, find_problem
+
+
+class Schema(NamedTuple):
+    name: str
+    reads: dict[
+        str, str
+    ]  # what is read, and where: "a.b" is the field b of a; "a + b" are two texts, the second optional
+
+
+SCHEMAS = (
+    Schema("verl", {"question": "extra_info.question", "prompt": "prompt", "answer": "reward_model.ground_truth"}),
+    Schema(
+        "verl, Countdown",
+        {"nums": "reward_model.ground_truth.numbers", "target": "reward_model.ground_truth.target"},
+    ),
+    Schema("verl, SFT", {"prompt": "prompt", "completion": "response"}),
+    Schema("TRL, solution", {"prompt": "prompt", "answer": "solution"}),
+    Schema("TRL, ground truth", {"prompt": "prompt", "answer": "ground_truth"}),
+    Schema("TRL, completion", {"prompt": "prompt", "completion": "completion"}),
+    Schema("TRL, implicit prompt; HH", {"history": "chosen"}),
+    Schema("OpenRLHF", {"prompt": "input", "answer": "label"}),
+    Schema("OpenRLHF, SFT", {"prompt": "input", "completion": "output"}),
+    Schema("Search-R1", {"question": "question", "answer": "golden_answers"}),
+    Schema("MATH", {"prompt": "problem"}),
+    Schema("ShareGPT", {"system": "system", "messages": "conversations"}),
+    Schema("Alpaca", {"system": "system", "prompt": "instruction + input", "completion": "output"}),
+    Schema("Orca DPO", {"system": "system", "prompt": "question"}),
+    Schema("OpenOrca", {"system": "system_prompt", "prompt": "question", "completion": "response"}),
+    Schema("messages", {"messages": "messages"}),
+)
+# The speakers of ShareGPT, and their roles
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES |= {"tool": "tool", "observation": "tool", "function_call": "assistant"}
+
+CONVERT = "datasets.load_dataset('json', data_files=FILE, split='train').{}.to_json('rows.jsonl')"
+MORE = "; docs/data.md shows what is read, and how to convert the rest"
+_WITH_TURNS = {"messages", "prompt", "chosen", "rejected"}
+_ANSWER = (str, int, float, list)
+_SHORT = re.compile(r"\$[^$]+\$|\S+")  # a solution that is only the answer
+_HH = re.compile(r"\s*Human:.*?\n\nAssistant:", re.DOTALL)
+
+
+def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None, str]:
+    """Add the fields that a row has under other names, and bring turns to role and content.
+
+    Args:
+        is_own: a user's own task asks for the fields: what it can use stays as it is.
+
+    Returns:
+        The problem of a row that cannot be read, which is then unchanged; and where the fields were found, as text.
+    """
+    problem = find_problem(row, fields)
+    if problem is None and (is_own or _WITH_TURNS.isdisjoint(fields)) and not _lacks_answer(row, fields, is_own):
+        return None, ""
+    if "problem" in fields and "####" in str(row.get("answer")):  # GSM8K's, which no answer of MATH equals
+        return problem, ""
+    if _lacks_answer(row, fields, is_own):
+        fields = fields | {"answer": _ANSWER}
+    found, notes = {}, []
+    try:
+        for field, wanted in fields.items():
+            kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+            own_problem = find_problem(row, {field: wanted})
+            if own_problem is None and (is_own or field not in {"answer", *_WITH_TURNS}):
+                continue
+            value, path = _find(row, field, kinds)
+            value = _decoded(row, value, kinds)
+            if value is None and field == "answer" and "problem" in fields:
+                continue  # the task will say so
+            if value is None:
+                return own_problem + (MORE if field not in row and not is_own else ""), ""
+            if (problem := find_problem({field: value}, {field: wanted})) is not None:
+                return problem, ""
+            if value is not row.get(field):
+                found[field] = value
+                notes += [f"{field} from {path}"] if path != field else []
+        if "messages" in fields and isinstance(row.get("tools"), str):
+            found["tools"] = _parsed(row["tools"]) if row["tools"].strip() else None
+    except ValueError as error:
+        return str(error), ""
+    row.update(found)
+    return None, ", ".join(notes)
+
+
+def _lacks_answer(row: Row, fields: Fields, is_own: bool) -> bool:
+    """Whether task math finds no answer, although FIELDS does not ask for it: a boxed solution has one."""
+    has_answer = row.get("answer") is not None or "\\boxed" in str(row.get("solution"))
+    return "problem" in fields and not is_own and not has_answer
+
+
+def _find(row: Row, field: str, kinds: tuple[type, ...]) -> tuple[object, str]:
+    """The value for a field and the path where it was found; None if there is none."""
+    value = row.get(field)
+    if field == "answer":
+        return _answer(row, kinds)
+    if field in ("question", "problem") and value is None:
+        return _question(row, field)
+    if field == "prompt":
+        return _prompt(row, kinds)
+    if field == "messages":
+        return _conversation(row)
+    if field in ("chosen", "rejected"):
+        if value is None and _is_verdict(row):
+            raise ValueError(f"a completion with a label (KTO) is no pair{MORE}")
+        return plain(value), field
+    paths = [field, *_paths(field)]
+    return next(((found, path) for path in paths if (found := _at(row, path)) is not None), (None, field))
+
+
+def _question(row: Row, field: str) -> tuple[object, str]:
+    """The question as it was before a prompt was made of it, else the only turn of a prompt."""
+    asked = _candidates(row, "prompt", but=("question", "problem"))
+    for path in _paths("question"):
+        if isinstance(text := _at(row, path), str) and text.strip():
+            for name, prompt in asked.items():
+                last = as_turns(prompt, "user")[-1:]
+                if not last or " ".join(text.split()) not in " ".join(str(last[0].get("content")).split()):
+                    raise _differ("questions", path, name)
+            return text, path + ("".join(f" (without what {name} adds)" for name in asked if asked[name] != text))
+    prompt, path = _agreed(asked, "questions", lambda prompt: as_turns(prompt, "user"))
+    turns = [] if prompt is None else as_turns(prompt, "user")
+    if prompt is not None and [turn.get("role") for turn in turns] != ["user"]:
+        convert = CONVERT.format(f"map(lambda row: {{{field!r}: row[{path!r}][-1]['content']}})")
+        raise ValueError(
+            f"{path!r} has the turns {', '.join(str(turn.get('role')) for turn in turns)}, and a question is one turn of "
+            f"the user: {convert} keeps the last one (--system-prompt gives all questions a system turn)"
+        )
+    return turns[0]["content"] if turns else None, path
+
+
+def _prompt(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
+    """The prompt: text if it is one turn of the user, else turns up to the last one that is not the assistant's."""
+    own = {"prompt": plain(row["prompt"])} if row.get("prompt") is not None else None
+    prompt, path = _agreed(own or _candidates(row, "prompt"), "prompts", lambda prompt: as_turns(prompt, "user"))
+    if prompt is None:
+        paths = [*_paths("messages"), *(_paths("history") if row.get("rejected") is not None else ())]
+        path = next((path for path in paths if isinstance(plain(row.get(path)), list)), "prompt")
+        prompt = list(plain(row.get(path)) or ())
+        while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+            prompt.pop()
+    turns = _with_system(row, prompt if isinstance(prompt, list) else as_turns(prompt, "user"))
+    is_text = [turn.get("role") if isinstance(turn, dict) else None for turn in turns] == ["user"] and str in kinds
+    if not turns or prompt == turns:
+        is_text = is_text and (path != "prompt" or list not in kinds)
+    return (turns[0]["content"] if is_text else turns) or None, path
+
+
+def _answer(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
+    """The gold answer; a verdict on a completion is none."""
+    found = {path: _gold(_at(row, path)) for path in dict.fromkeys(["answer", *_paths("answer")])}
+    found = {path: gold for path, gold in found.items() if gold is not None}
+    solution = found.pop("solution", None)
+    if not found and isinstance(solution, str) and _SHORT.fullmatch(solution.strip()):
+        found["solution"] = solution.strip().strip("$")
+    gold, path = _agreed(found, "answers", _compared)
+    if gold is None and isinstance(row.get("label"), bool):
+        raise ValueError(f"'label' is true or false, as in KTO, which is no answer{MORE}")
+    if isinstance(gold, list) and len(gold) == 1 and list not in kinds and path != "answer":
+        gold = gold[0]
+    return gold, path
+
+
+def _gold(value: object) -> object:
+    if isinstance(value, dict) and [name for name, part in value.items() if part is not None] == ["target"]:
+        value = value["target"]  # Search-R1 in verl's schema
+    if isinstance(value, str) and value.startswith('["'):
+        value = _parsed(value) or value
+    return None if isinstance(value, bool | dict) else value
+
+
+def _compared(gold: object) -> object:
+    """What two spellings of an answer must have in common: GSM8K's worked answer has it after ####."""
+    if isinstance(gold, list):
+        return _compared(gold[0]) if len(gold) == 1 else sorted(map(str, gold))
+    return str(gold).rpartition("####")[2].strip()
+
+
+def _conversation(row: Row) -> tuple[object, str]:
+    """The conversation to learn from."""
+    if row.get("messages") is not None:
+        return plain(row["messages"]), "messages"
+    found = {}
+    for schema in SCHEMAS:
+        path = schema.reads.get("messages")
+        if path is not None and row.get(path) is not None:
+            found[path] = _with_system(row, plain(row[path]))
+        elif "completion" in schema.reads:
+            paths = schema.reads["prompt"], schema.reads["completion"]
+            prompt, completion = (_at(row, path) for path in paths)
+            if prompt is None or completion is None or (paths[0] == "input" and "instruction" in row):
+                continue
+            if _is_verdict(row):
+                good = CONVERT.format("filter(lambda row: row['label']).remove_columns('label')")
+                raise ValueError(f"a completion with a label (KTO) may be a bad one: {good} keeps the good ones")
+            if lost := [name for name in ("history", "context") if row.get(name)]:
+                raise ValueError(f"the field {lost[0]!r} would be left out{MORE}")
+            turns = [*as_turns(prompt, "user"), *as_turns(completion, "assistant")]
+            found[" and ".join(paths)] = _with_system(row, turns)
+    return _agreed(found, "conversations")
+
+
+def _is_verdict(row: Row) -> bool:
+    return row.get("completion") is not None and str(row.get("label")).lower() in ("true", "false", "0", "1")
+
+
+def _agreed(found: dict[str, object], what: str, compared=lambda value: value) -> tuple[object, str]:
+    """The first of several values, which must all be the same."""
+    for path, value in list(found.items())[1:]:
+        if compared(value) != compared(next(iter(found.values()))):
+            raise _differ(what, next(iter(found)), path)
+    return next(((value, path) for path, value in found.items()), (None, ""))
+
+
+def _differ(what: str, path: str, other: str) -> ValueError:
+    keep = CONVERT.format(f"remove_columns({other.partition('.')[0]!r})")
+    return ValueError(f"{path!r} and {other!r} are different {what}: {keep} keeps the first")
+
+
+def _paths(kind: str) -> list[str]:
+    return list(dict.fromkeys(schema.reads[kind] for schema in SCHEMAS if kind in schema.reads))
+
+
+def _candidates(row: Row, kind: str, but: tuple[str, ...] = ()) -> dict[str, object]:
+    found = {path: _at(row, path) for path in _paths(kind) if path not in but}
+    found = {path: plain(value) for path, value in found.items() if value not in (None, "")}
+    parts = {part for path in found if "+" in path for part in path.split(" + ")}
+    return {path: value for path, value in found.items() if path not in parts}
+
+
+def _at(row: dict, path: str) -> object:
+    """The value at a path; None where there is nothing."""
+    if "+" in path:
+        first, second = (row.get(part) for part in path.split(" + "))
+        is_text = isinstance(first, str) and isinstance(second, str | None)
+        return "\n\n".join(filter(None, (first, second))) if is_text else None
+    value: object = row
+    for key in path.split("."):
+        value = _parsed(value) if isinstance(value, str) else value  # a dict in a CSV file
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _decoded(row: Row, value: object, kinds: tuple[type, ...]) -> object:
+    """A list, or a number of a CSV file, that is written as text where no text is wanted."""
+    if isinstance(value, str) and str not in kinds:
+        parsed = _parsed(value)
+        if isinstance(parsed, list | dict) or (row.is_table and type(parsed) in (*kinds, int)):
+            return parsed
+    return value
+
+
+# Turns ---------------------------------------------------------------------------------------------------------------
+
+
+def as_turns(value: object, role: str) -> list[dict]:
+    """Turns by `plain`, of which a text is one of `role`."""
+    value = plain(value)
+    return [{"role": role, "content": value}] if isinstance(value, str) else value if isinstance(value, list) else []
+
+
+def _with_system(row: Row, turns: list[dict]) -> list[dict]:
+    texts = [row[path] for path in _paths("system") if isinstance(row.get(path), str) and row[path].strip()]
+    has_one = not turns or (isinstance(turns[0], dict) and turns[0].get("role") == "system")
+    return turns if has_one or not texts else [{"role": "system", "content": texts[0]}, *turns]
+
+
+def plain(value: object) -> object:
+    r"""Turns with role and content, from ShareGPT's, from parts of text, from HH's or JSON's text; other text as it is.
+
+    >>> plain([{"from": "human", "value": "Hi!"}]), plain("Hi!")
+    ([{'role': 'user', 'content': 'Hi!'}], 'Hi!')
+    >>> plain("\n\nHuman: Hi!\n\nAssistant: Hello.")
+    [{'role': 'user', 'content': 'Hi!'}, {'role': 'assistant', 'content': 'Hello.'}]
+
+    Raises:
+        ValueError: a speaker is unknown, or a part is no text.
+    """
+    if isinstance(value, str):
+        parsed = _parsed(value) if value.lstrip().startswith("[{") else None
+        if isinstance(parsed, list) and all(
+            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in parsed
+        ):
+            value = parsed
+        elif _HH.match(value):
+            _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + value.lstrip())
+            said = [(name, text.strip()) for name, text in zip(parts[::2], parts[1::2], strict=True)]
+            turns = [{"role": "user" if name == "Human" else "assistant", "content": text} for name, text in said]
+            return turns if turns[-1]["content"] else turns[:-1]  # a prompt ends where the answer begins
+        else:
+            return value
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    turns = [turn if _is_plain(turn) else _plain_turn(turn, position) for position, turn in enumerate(value)]
+    for position, turn in enumerate(turns):
+        check_message(turn, position)
+    return value if all(map(operator.is_, turns, value)) else turns
+
+
+def _is_plain(turn: object) -> bool:
+    return not isinstance(turn, dict) or (
+        turn.get("from") is None
+        and not isinstance(turn.get("content"), list)
+        and turn.get("role") not in ("human", "gpt")
+    )
+
+
+def _plain_turn(turn: dict, position: int) -> dict:
+    others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
+    speaker, content = (
+        (turn["role"], turn["content"]) if turn.get("from") is None else (turn["from"], turn.get("value"))
+    )
+    role = ROLES.get(speaker) if turn.get("from") is not None else ROLES.get(speaker, speaker)
+    if role is None:
+        raise ValueError(f"message {position} is from {short(speaker)}, and not from one of {', '.join(ROLES)}{MORE}")
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"message {position} has a part that is no text: only text is read")
+        content = "".join(texts)
+    if speaker == "function_call":
+        calls = _parsed(content) if isinstance(content, str) else content
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            raise ValueError(f"message {position} is a call that is not JSON with a name")
+        content, others = "", others | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {"role": role, "content": content} | others
