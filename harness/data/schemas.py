@@ -32,7 +32,8 @@ SCHEMAS = (
     Schema("TRL, solution", {"prompt": "prompt", "answer": "solution"}),
     Schema("TRL, ground truth", {"prompt": "prompt", "answer": "ground_truth"}),
     Schema("TRL, completion", {"prompt": "prompt", "completion": "completion"}),
-    Schema("TRL, implicit prompt; HH", {"history": "chosen"}),
+    Schema("TRL, implicit prompt", {"history": "chosen"}),
+    Schema("HH", {"history": "chosen"}),
     Schema("OpenRLHF", {"prompt": "input", "answer": "label"}),
     Schema("OpenRLHF, SFT", {"prompt": "input", "completion": "output"}),
     Schema("Search-R1", {"question": "question", "answer": "golden_answers"}),
@@ -41,7 +42,7 @@ SCHEMAS = (
     Schema("Alpaca", {"system": "system", "prompt": "instruction + input", "completion": "output"}),
     Schema("Orca DPO", {"system": "system", "prompt": "question"}),
     Schema("OpenOrca", {"system": "system_prompt", "prompt": "question", "completion": "response"}),
-    Schema("messages", {"messages": "messages"}),
+    Schema("OpenAI", {"messages": "messages"}),
 )
 # The speakers of ShareGPT, and their roles
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -90,7 +91,9 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
                 found[field] = value
                 notes += [f"{field} from {path}"] if path != field else []
         if "messages" in fields and isinstance(row.get("tools"), str):
-            found["tools"] = _parsed(row["tools"]) if row["tools"].strip() else None
+            found["tools"] = _parsed(row["tools"] or "[]")
+            if not isinstance(found["tools"], list):
+                raise ValueError('"tools" is not a list of JSON schemas')
     except ValueError as error:
         return str(error), ""
     row.update(found)
@@ -153,7 +156,9 @@ def _prompt(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
         prompt = list(plain(row.get(path)) or ())
         while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
             prompt.pop()
-    turns = _with_system(row, prompt if isinstance(prompt, list) else as_turns(prompt, "user"))
+    asked = prompt if isinstance(prompt, list) else as_turns(prompt, "user")
+    turns = _with_system(row, asked)
+    path = f"system and {path}" if turns is not asked else path
     is_text = [turn.get("role") if isinstance(turn, dict) else None for turn in turns] == ["user"] and str in kinds
     if not turns or prompt == turns:
         is_text = is_text and (path != "prompt" or list not in kinds)

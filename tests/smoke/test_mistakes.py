@@ -117,7 +117,11 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
     ("task", "row", "sentence"),
     [
         ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* belong to --task qa$"),
-        ("arithmetic", {"prompt": "?", "target": 2}, r"'answer' is missing \(there are: prompt, target\); docs/data.md"),
+        (
+            "arithmetic",
+            {"prompt": "?", "target": 2},
+            r"'answer' is missing \(there are: prompt, target\); docs/data.md",
+        ),
         ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one belong to --task gsm8k$"),
         ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* belong to --task gsm8k$"),
         ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* belong to --task math$"),

@@ -123,7 +123,11 @@ def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
     ("name", "content", "sentence"),
     [
         ("rows.json", b'[{"question": "x", "answer": "2"}', r"begins like one JSON array, but is none \(Expecting"),
-        ("rows.json", b'[{"question": "x", "answer": "2"}, 3]', "rows.json, row 2: a row must be a JSON object, not int"),
+        (
+            "rows.json",
+            b'[{"question": "x", "answer": "2"}, 3]',
+            "rows.json, row 2: a row must be a JSON object, not int",
+        ),
         ("rows.parquet", b"PAR1\x15\x04", "rows.parquet cannot be read as Parquet: "),
         ("rows.arrow", b"ARROW1\x15\x04", "rows.arrow cannot be read as Arrow: "),
         ("rows.csv", b"question,answer\nx,2\ny,3,5\n", "rows.csv:3: there are more cells than columns"),
