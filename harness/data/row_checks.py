@@ -72,13 +72,14 @@ def solution_fault(task: Task, row: Row, text: str) -> str | None:
 
 
 def tell_unpaid(task: Task, rows: list[Row], name: str) -> None:
-    """Tell the user of the first question that asks for its answer in a form that the bundled task pays nothing for."""
+    """Tell the user of the first question whose answer is wanted in a form that the bundled task pays nothing for."""
     for row in rows if task.is_bundled else ():
-        if "\\boxed" in row.question or "####" in row.question or "\\" in str(row.get("answer")):
+        is_asked = "\\boxed" in row.question or "####" in row.question
+        if is_asked or "\\" in str(row.get("answer")):
             if (form := unpaid_form(task, row)) is not None:
-                reason = f"pays 0 for {printable(form, 60)}, as the question or the usual form of its answer wants it"
-                remedy = suggest_task(row, name) or ": remove such instructions from the questions (docs/data.md)"
-                say(f"{row.place}: {task} {reason}{remedy}", sys.stderr)
+                reason = "the question asks for this form" if is_asked else "its answer is LaTeX"
+                remedy = suggest_task(row, name) or ": remove what asks for it from the questions (docs/data.md)"
+                say(f"{row.place}: {task} pays 0 for {printable(form, 60)}, although {reason}{remedy}", sys.stderr)
             return
 
 

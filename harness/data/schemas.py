@@ -137,11 +137,12 @@ def _question(row: Row, field: str) -> tuple[object, str]:
             return text, path + ("".join(f" (without what {name} adds)" for name in asked if asked[name] != text))
     prompt, path = _agreed(asked, "questions", lambda prompt: as_turns(prompt, "user"))
     turns = [] if prompt is None else as_turns(prompt, "user")
-    if prompt is not None and [turn.get("role") for turn in turns] != ["user"]:
+    if prompt is not None and [turn["role"] for turn in turns] != ["user"]:
         convert = CONVERT.format(f"map(lambda row: {{{field!r}: row[{path!r}][-1]['content']}})")
+        said = ", ".join(turn["role"] for turn in turns)
         raise ValueError(
-            f"{path!r} has the turns {', '.join(str(turn.get('role')) for turn in turns)}, and a question is one turn of "
-            f"the user: {convert} keeps the last one (--system-prompt gives all questions a system turn)"
+            f"{path!r} has the turns {said}, and a question is one turn of the user: {convert} keeps the last one "
+            "(--system-prompt gives all questions a system turn)"
         )
     return turns[0]["content"] if turns else None, path
 
@@ -352,6 +353,6 @@ def _plain_turn(turn: dict, position: int) -> dict:
         calls = _parsed(content) if isinstance(content, str) else content
         calls = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            raise ValueError(f"message {position} is a call that is not JSON with a name")
+            raise ValueError(f"message {position} is a call that is no JSON with a name")
         content, others = "", others | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
     return {"role": role, "content": content} | others

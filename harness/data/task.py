@@ -318,7 +318,7 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
 
 
 def suggest_task(row: Row, name: str) -> str:
-    """The end of a sentence about a row that the bundled task `name` cannot use: the tasks that can judge it, or nothing.
+    """The end of a sentence about a row that the bundled task `name` cannot use: the tasks that can judge it, if any.
 
     Tasks whose fields the row has come before tasks for which it has to be read by another schema.
     """
