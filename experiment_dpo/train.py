@@ -49,7 +49,7 @@ from harness.run.start import run_main, start_run
 @dataclass(frozen=True, kw_only=True)
 class Config(AskedConfig):
     beta: Positive = 0.1  # a score is beta times a log-ratio: the larger, the closer the policy stays to its start
-    data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
+    data: InputPath = str(PAIRS)  # file or hub dataset (docs/data.md): {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     epochs: Count = 1  # passes over the pairs

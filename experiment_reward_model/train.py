@@ -48,7 +48,7 @@ RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluatedConfig):
-    data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
+    data: InputPath = str(PAIRS)  # file or hub dataset (docs/data.md): {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     # a judge that sees no thoughts: keep only the text after this tag, e.g. "</think>"; or a JSON file of tags

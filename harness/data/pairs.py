@@ -1,8 +1,8 @@
 """Pairs of answers to the same prompt, one of them preferred: read, checked, and turned into rows of ids.
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, in the schema of HuggingFaceH4/ultrafeedback_binarized: the
-prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. The
-fields `style_chosen` and `style_rejected` are optional words (without them, an answer with a thought is one style, and
+prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. Other
+schemas are those of docs/data.md. The fields `style_chosen` and `style_rejected` are optional words (without them, an answer with a thought is one style, and
 an answer without is another); `score_chosen` and `score_rejected` are optional numbers, and equal ones are a tie.
 """
 
@@ -123,34 +123,24 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
 
 def _read_pair(row: Row) -> tuple[list[dict], list[dict], str | None]:
     """The messages of the prompt, those of the two answers, and why the pair is left out, if it is."""
-    prompt, answers, befores = as_turns(row["prompt"], "user"), [], []
+    prompt, answers, histories = as_turns(row["prompt"], "user"), [], []
     for name in NAMES:
-        *before, answer = as_turns(row[name], "assistant") or [None]
-        if (
-            not isinstance(answer, dict)
-            or answer.get("role") != "assistant"
-            or not isinstance(answer.get("content"), str)
-        ):
+        *before, answer = as_turns(row[name], "assistant") or [{}]
+        if answer.get("role") != "assistant" or not isinstance(answer.get("content"), str):
             raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
-        if before:  # the answer is a conversation: a complete one, or one that goes on from the prompt
-            goes_on = isinstance(before[0], dict) and before[0].get("role") == "assistant"
-            befores.append([*prompt, *before] if goes_on else before)
+        if before:  # a complete conversation, or one that goes on from the prompt
+            histories.append([*prompt, *before] if before[0]["role"] == "assistant" else before)
         answers.append(answer | {"weight": 1})
-    history = max([prompt, *befores], key=len)  # the prompt may be its first question only, or lack its system turn
-    said = [list(map(_said, turns)) for turns in (history, prompt, *befores)]
-    problem = None
-    if said[2:] not in ([], said[:1], 2 * said[:1]) or said[1] not in (said[0][: len(prompt)], said[0][-len(prompt) :]):
-        problem = "the answers have different histories"
+    history = max([prompt, *histories], key=len)  # the prompt may be its first question, or lack its system turn
+    said, asked, *others = [list(map(_said, turns)) for turns in (history, prompt, *histories)]
+    is_one = all(other == said for other in others) and asked in (said[: len(asked)], said[len(said) - len(asked) :])
     # only the last turn is judged, and learned
-    is_earlier = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in history]
-    history = [turn | {"weight": 0} if old else turn for turn, old in zip(history, is_earlier, strict=True)]
-    return history, answers, problem
+    history = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in history]
+    return history, answers, None if is_one else "the answers have different histories"
 
 
-def _said(turn: object) -> object:
+def _said(turn: dict) -> dict:
     """What two equal turns have in common."""
-    if not isinstance(turn, dict):
-        return turn
     return {key: str(value).strip() for key, value in turn.items() if value is not None and key != "weight"}
 
 

@@ -5,7 +5,6 @@ added. No other field is removed: reward functions may want it.
 """
 
 import json
-import operator
 import re
 from typing import NamedTuple
 
@@ -48,6 +47,10 @@ SCHEMAS = (
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ROLES |= {"tool": "tool", "observation": "tool", "function_call": "assistant"}
 
+_PATHS = {  # by what is read
+    kind: list(dict.fromkeys(schema.reads[kind] for schema in SCHEMAS if kind in schema.reads))
+    for kind in {kind for schema in SCHEMAS for kind in schema.reads}
+}
 CONVERT = "datasets.load_dataset('json', data_files=FILE, split='train').{}.to_json('rows.jsonl')"
 MORE = "; docs/data.md shows what is read, and how to convert the rest"
 _WITH_TURNS = {"messages", "prompt", "chosen", "rejected"}
@@ -66,15 +69,16 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
         The problem of a row that cannot be read, which is then unchanged; and where the fields were found, as text.
     """
     problem = find_problem(row, fields)
-    if problem is None and (is_own or _WITH_TURNS.isdisjoint(fields)) and not _lacks_answer(row, fields, is_own):
+    lacks_answer = "problem" in fields and not is_own and _lacks_answer(row)
+    if problem is None and not lacks_answer and (is_own or _WITH_TURNS.isdisjoint(fields)):
         return None, ""
     if "problem" in fields and "####" in str(row.get("answer")):  # GSM8K's, which no answer of MATH equals
         return problem, ""
-    if _lacks_answer(row, fields, is_own):
-        fields = fields | {"answer": _ANSWER}
     found, notes = {}, []
     try:
-        for field, wanted in fields.items():
+        if problem is None and not lacks_answer and _is_done(row, fields):
+            return None, ""
+        for field, wanted in (fields | ({"answer": _ANSWER} if lacks_answer else {})).items():
             kinds = wanted if isinstance(wanted, tuple) else (wanted,)
             own_problem = find_problem(row, {field: wanted})
             if own_problem is None and (is_own or field not in {"answer", *_WITH_TURNS}):
@@ -100,10 +104,15 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
     return None, ", ".join(notes)
 
 
-def _lacks_answer(row: Row, fields: Fields, is_own: bool) -> bool:
-    """Whether task math finds no answer, although FIELDS does not ask for it: a boxed solution has one."""
-    has_answer = row.get("answer") is not None or "\\boxed" in str(row.get("solution"))
-    return "problem" in fields and not is_own and not has_answer
+def _lacks_answer(row: Row) -> bool:
+    """Whether task math finds no answer, although its FIELDS do not ask for one: a boxed solution has one."""
+    return row.get("answer") is None and "\\boxed" not in str(row.get("solution"))
+
+
+def _is_done(row: Row, fields: Fields) -> bool:
+    """Whether all turns are plain, as in most rows."""
+    is_plain = all(plain(row[field]) is row[field] for field in _WITH_TURNS if field in fields)
+    return is_plain and not isinstance(row.get("tools"), str) and not ("prompt" in fields and _systems(row))
 
 
 def _find(row: Row, field: str, kinds: tuple[type, ...]) -> tuple[object, str]:
@@ -121,14 +130,14 @@ def _find(row: Row, field: str, kinds: tuple[type, ...]) -> tuple[object, str]:
         if value is None and _is_verdict(row):
             raise ValueError(f"a completion with a label (KTO) is no pair{MORE}")
         return plain(value), field
-    paths = [field, *_paths(field)]
+    paths = [field, *_PATHS.get(field, ())]
     return next(((found, path) for path in paths if (found := _at(row, path)) is not None), (None, field))
 
 
 def _question(row: Row, field: str) -> tuple[object, str]:
     """The question as it was before a prompt was made of it, else the only turn of a prompt."""
     asked = _candidates(row, "prompt", but=("question", "problem"))
-    for path in _paths("question"):
+    for path in _PATHS["question"]:
         if isinstance(text := _at(row, path), str) and text.strip():
             for name, prompt in asked.items():
                 last = as_turns(prompt, "user")[-1:]
@@ -136,7 +145,7 @@ def _question(row: Row, field: str) -> tuple[object, str]:
                     raise _differ("questions", path, name)
             return text, path + ("".join(f" (without what {name} adds)" for name in asked if asked[name] != text))
     prompt, path = _agreed(asked, "questions", lambda prompt: as_turns(prompt, "user"))
-    turns = [] if prompt is None else as_turns(prompt, "user")
+    turns = as_turns(prompt, "user")
     if prompt is not None and [turn["role"] for turn in turns] != ["user"]:
         convert = CONVERT.format(f"map(lambda row: {{{field!r}: row[{path!r}][-1]['content']}})")
         said = ", ".join(turn["role"] for turn in turns)
@@ -149,26 +158,28 @@ def _question(row: Row, field: str) -> tuple[object, str]:
 
 def _prompt(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
     """The prompt: text if it is one turn of the user, else turns up to the last one that is not the assistant's."""
-    own = {"prompt": plain(row["prompt"])} if row.get("prompt") is not None else None
-    prompt, path = _agreed(own or _candidates(row, "prompt"), "prompts", lambda prompt: as_turns(prompt, "user"))
+    own = plain(row.get("prompt"))
+    found = _candidates(row, "prompt") if own is None else {"prompt": own}
+    prompt, path = _agreed(found, "prompts", lambda prompt: as_turns(prompt, "user"))
     if prompt is None:
-        paths = [*_paths("messages"), *(_paths("history") if row.get("rejected") is not None else ())]
+        paths = [*_PATHS["messages"], *(_PATHS["history"] if row.get("rejected") is not None else ())]
         path = next((path for path in paths if isinstance(plain(row.get(path)), list)), "prompt")
         prompt = list(plain(row.get(path)) or ())
-        while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+        while prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()
-    asked = prompt if isinstance(prompt, list) else as_turns(prompt, "user")
+    asked = as_turns(prompt, "user")
     turns = _with_system(row, asked)
-    path = f"system and {path}" if turns is not asked else path
-    is_text = [turn.get("role") if isinstance(turn, dict) else None for turn in turns] == ["user"] and str in kinds
-    if not turns or prompt == turns:
-        is_text = is_text and (path != "prompt" or list not in kinds)
-    return (turns[0]["content"] if is_text else turns) or None, path
+    is_question = [turn["role"] for turn in turns] == ["user"]
+    if turns is not asked:
+        own, path = None, f"system and {path}"
+    elif is_question and (list not in kinds or (own is None and str in kinds)):
+        return turns[0]["content"], path
+    return (own or turns or None), path
 
 
 def _answer(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
     """The gold answer; a verdict on a completion is none."""
-    found = {path: _gold(_at(row, path)) for path in dict.fromkeys(["answer", *_paths("answer")])}
+    found = {path: _gold(_at(row, path)) for path in dict.fromkeys(["answer", *_PATHS["answer"]])}
     found = {path: gold for path, gold in found.items() if gold is not None}
     solution = found.pop("solution", None)
     if not found and isinstance(solution, str) and _SHORT.fullmatch(solution.strip()):
@@ -204,7 +215,8 @@ def _conversation(row: Row) -> tuple[object, str]:
     for schema in SCHEMAS:
         path = schema.reads.get("messages")
         if path is not None and row.get(path) is not None:
-            found[path] = _with_system(row, plain(row[path]))
+            turns = plain(row[path])
+            found[path] = _with_system(row, turns) if isinstance(turns, list) else turns
         elif "completion" in schema.reads:
             paths = schema.reads["prompt"], schema.reads["completion"]
             prompt, completion = (_at(row, path) for path in paths)
@@ -237,12 +249,8 @@ def _differ(what: str, path: str, other: str) -> ValueError:
     return ValueError(f"{path!r} and {other!r} are different {what}: {keep} keeps the first")
 
 
-def _paths(kind: str) -> list[str]:
-    return list(dict.fromkeys(schema.reads[kind] for schema in SCHEMAS if kind in schema.reads))
-
-
 def _candidates(row: Row, kind: str, but: tuple[str, ...] = ()) -> dict[str, object]:
-    found = {path: _at(row, path) for path in _paths(kind) if path not in but}
+    found = {path: _at(row, path) for path in _PATHS[kind] if path not in but}
     found = {path: plain(value) for path, value in found.items() if value not in (None, "")}
     parts = {part for path in found if "+" in path for part in path.split(" + ")}
     return {path: value for path, value in found.items() if path not in parts}
@@ -287,9 +295,13 @@ def as_turns(value: object, role: str) -> list[dict]:
 
 
 def _with_system(row: Row, turns: list[dict]) -> list[dict]:
-    texts = [row[path] for path in _paths("system") if isinstance(row.get(path), str) and row[path].strip()]
-    has_one = not turns or (isinstance(turns[0], dict) and turns[0].get("role") == "system")
-    return turns if has_one or not texts else [{"role": "system", "content": texts[0]}, *turns]
+    texts = _systems(row)
+    is_needed = bool(turns and texts) and turns[0]["role"] != "system"
+    return [{"role": "system", "content": texts[0]}, *turns] if is_needed else turns
+
+
+def _systems(row: Row) -> list[str]:
+    return [row[path] for path in ("system", "system_prompt") if isinstance(row.get(path), str) and row[path].strip()]
 
 
 def plain(value: object) -> object:
@@ -306,53 +318,58 @@ def plain(value: object) -> object:
     if isinstance(value, str):
         parsed = _parsed(value) if value.lstrip().startswith("[{") else None
         if isinstance(parsed, list) and all(
-            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in parsed
+            isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in parsed
         ):
             value = parsed
         elif _HH.match(value):
             _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + value.lstrip())
-            said = [(name, text.strip()) for name, text in zip(parts[::2], parts[1::2], strict=True)]
-            turns = [{"role": "user" if name == "Human" else "assistant", "content": text} for name, text in said]
+            roles = [{"Human": "user", "Assistant": "assistant"}[name] for name in parts[::2]]
+            turns = [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
             return turns if turns[-1]["content"] else turns[:-1]  # a prompt ends where the answer begins
-        else:
-            return value
     if isinstance(value, dict):
         value = [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list) or all(map(_is_plain, value)):
         return value
-    turns = [turn if _is_plain(turn) else _plain_turn(turn, position) for position, turn in enumerate(value)]
-    for position, turn in enumerate(turns):
-        check_message(turn, position)
-    return value if all(map(operator.is_, turns, value)) else turns
+    turns = [_plain_turn(turn, position) for position, turn in enumerate(value)]
+    return value if turns == value else turns
 
 
 def _is_plain(turn: object) -> bool:
-    return not isinstance(turn, dict) or (
-        turn.get("from") is None
-        and not isinstance(turn.get("content"), list)
-        and turn.get("role") not in ("human", "gpt")
-    )
+    """Whether there is nothing to do, as for most turns."""
+    is_usual = isinstance(turn, dict) and len(turn) == 2 and isinstance(turn.get("content"), str)
+    return is_usual and turn.get("role") in ("user", "assistant", "system", "tool")
 
 
-def _plain_turn(turn: dict, position: int) -> dict:
-    others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
-    speaker, content = (
-        (turn["role"], turn["content"]) if turn.get("from") is None else (turn["from"], turn.get("value"))
-    )
-    role = ROLES.get(speaker) if turn.get("from") is not None else ROLES.get(speaker, speaker)
-    if role is None:
-        raise ValueError(f"message {position} is from {short(speaker)}, and not from one of {', '.join(ROLES)}{MORE}")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"message {position} has a part that is no text: only text is read")
-        content = "".join(texts)
-    if speaker == "function_call":
-        calls = _parsed(content) if isinstance(content, str) else content
-        calls = calls if isinstance(calls, list) else [calls]
-        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            raise ValueError(f"message {position} is a call that is no JSON with a name")
-        content, others = "", others | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
-    return {"role": role, "content": content} | others
+def _plain_turn(turn: object, position: int) -> object:
+    if isinstance(turn, dict):
+        of_sharegpt, content = turn.get("from") is not None, turn.get("content")
+        speaker = turn["from"] if of_sharegpt else turn.get("role")
+        if of_sharegpt:
+            content, turn = turn.get("value"), {name: turn[name] for name in turn.keys() - {"from", "value"}}
+        if of_sharegpt and speaker not in list(ROLES):
+            raise ValueError(
+                f"message {position} is from {short(speaker)}, and not from one of {', '.join(ROLES)}{MORE}"
+            )
+        if isinstance(content, list):
+            content = "".join(_text_of(part, position) for part in content)
+        if speaker == "function_call":
+            calls = _parsed(content) if isinstance(content, str) else None
+            calls = calls if isinstance(calls, list) else [calls]
+            if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+                raise ValueError(f"message {position} is a call that is no JSON with a name")
+            turn, content = turn | {"tool_calls": [{"type": "function", "function": call} for call in calls]}, ""
+        is_known = of_sharegpt or speaker in ("human", "gpt")
+        turn = (
+            turn
+            | ({"role": ROLES[speaker]} if is_known else {})
+            | ({"content": content} if content is not None else {})
+        )
+    check_message(turn, position)
+    return turn
+
+
+def _text_of(part: object, position: int) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise ValueError(f"message {position} has a part that is no text: only text is read")
+    return text
