@@ -2,8 +2,9 @@
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, in the schema of HuggingFaceH4/ultrafeedback_binarized: the
 prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. Other
-schemas are those of docs/data.md. The fields `style_chosen` and `style_rejected` are optional words (without them, an answer with a thought is one style, and
-an answer without is another); `score_chosen` and `score_rejected` are optional numbers, and equal ones are a tie.
+schemas are those of docs/data.md. The fields `style_chosen` and `style_rejected` are optional words (without them, an
+answer with a thought is one style, and an answer without is another); `score_chosen` and `score_rejected` are optional
+numbers, and equal ones are a tie.
 """
 
 from collections import Counter
