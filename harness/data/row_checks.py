@@ -76,7 +76,7 @@ def tell_unpaid(task: Task, rows: list[Row], name: str) -> None:
     for row in rows if task.is_bundled else ():
         is_asked = "\\boxed" in row.question or "####" in row.question
         if is_asked or "\\" in str(row.get("answer")):
-            if (form := unpaid_form(task, row)) is not None:
+            if task.solves(row) and (form := unpaid_form(task, row)) is not None:
                 reason = "the question asks for this form" if is_asked else "its answer is LaTeX"
                 remedy = suggest_task(row, name) or ": remove what asks for it from the questions (docs/data.md)"
                 say(f"{row.place}: {task} pays 0 for {printable(form, 60)}, although {reason}{remedy}", sys.stderr)

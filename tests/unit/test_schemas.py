@@ -242,6 +242,7 @@ def test_only_tasks_that_can_judge_a_row_are_named(row, name, hint):
     (MATH | {"answer": "0.75"}, "arithmetic", r"--task arithmetic pays 0 for .*boxed\{0.75\}.*belong to --task math\n"),
     (VERL | {"extra_info": {"question": "2+2?"}}, "gsm8k", "^$"),
     (MATH | {"answer": "0.75"}, "math", "^$"),
+    (MATH | {"answer": r"\frac34"}, "gsm8k", "^$"),  # no completion can be right, which is said later
 ])  # fmt: skip
 def test_a_form_that_is_asked_for_and_not_paid_for_is_said(tmp_path, capsys, row, name, sentence):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
