@@ -16,7 +16,7 @@ from harness.base.ranks import together
 from harness.base.terminal import say
 from harness.data.answer_judge import PREFERENCE, load_judge
 from harness.data.row_checks import hold_out, shared_questions, tell_unpaid, try_solutions
-from harness.data.rows import Fields, FieldsError, find_problem, placed, read_file
+from harness.data.rows import Fields, FieldsError, placed, read_file
 from harness.data.schemas import read_as
 from harness.data.task import Row, Task, import_task, suggest_task
 
@@ -112,7 +112,7 @@ def read_renamed(source: str, task: Task, renamed: dict[str, str]) -> list[Row]:
         for published, name in renamed.items():
             if published in row:
                 row[name] = row.pop(published)
-        if (problem := find_problem(row, task.fields)) is not None:
+        if (problem := read_as(row, task.fields, not task.is_bundled)[0]) is not None:
             raise FieldsError(row, problem)
         row.question = task.question(row)
     return rows

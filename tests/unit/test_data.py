@@ -65,7 +65,7 @@ def test_how_many_rows_pass_each_filter_is_printed(write, tmp_path, monkeypatch,
 def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
     """Under the task's names for fields; a set that is given replaces the suite's of the same name."""
     sums = {n: write({"problem": f"{n}+{n}?", "answer": str(2 * n)}, name=f"{n}.jsonl") for n in range(3)}
-    asked = write({"question": "4+4?", "answer": "8"}, name="asked.jsonl")
+    asked = write({"question": "4+4?", "ground_truth": "8"}, name="asked.jsonl")
     benchmarks = {
         "amc": Benchmark("AMC", sums[0]),
         "minerva": Benchmark("Minerva", asked, (("question", "problem"),)),
