@@ -16,9 +16,8 @@ from harness.data.rows import Fields, Row, find_problem
 
 class Schema(NamedTuple):
     name: str
-    reads: dict[
-        str, str
-    ]  # what is read, and where: "a.b" is the field b of a; "a + b" are two texts, the second optional
+    # what is read, and where: "a.b" is the field b of a; "a + b" are two texts, of which the second may be missing
+    reads: dict[str, str]
 
 
 SCHEMAS = (
@@ -55,7 +54,7 @@ CONVERT = "datasets.load_dataset('json', data_files=FILE, split='train').{}.to_j
 MORE = "; docs/data.md shows what is read, and how to convert the rest"
 _WITH_TURNS = {"messages", "prompt", "chosen", "rejected"}
 _ANSWER = (str, int, float, list)
-_SHORT = re.compile(r"\$[^$]+\$|\S+")  # a solution that is only the answer
+_SHORT = re.compile(r"\s*(?:\$([^$]+)\$|(\S+))\s*")  # a solution that is only the answer
 _HH = re.compile(r"\s*Human:.*?\n\nAssistant:", re.DOTALL)
 
 
@@ -106,7 +105,7 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
 
 def _lacks_answer(row: Row) -> bool:
     """Whether task math finds no answer, although its FIELDS do not ask for one: a boxed solution has one."""
-    return row.get("answer") is None and "\\boxed" not in str(row.get("solution"))
+    return row.get("answer") is None and not re.search(r"\\(boxed|fbox)", str(row.get("solution")))
 
 
 def _is_done(row: Row, fields: Fields) -> bool:
@@ -182,8 +181,8 @@ def _answer(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
     found = {path: _gold(_at(row, path)) for path in dict.fromkeys(["answer", *_PATHS["answer"]])}
     found = {path: gold for path, gold in found.items() if gold is not None}
     solution = found.pop("solution", None)
-    if not found and isinstance(solution, str) and _SHORT.fullmatch(solution.strip()):
-        found["solution"] = solution.strip().strip("$")
+    if not found and isinstance(solution, str) and (only := _SHORT.fullmatch(solution)):
+        found["solution"] = (only[1] or only[2]).strip()
     gold, path = _agreed(found, "answers", _compared)
     if gold is None and isinstance(row.get("label"), bool):
         raise ValueError(f"'label' is true or false, as in KTO, which is no answer{MORE}")

@@ -79,6 +79,7 @@ def test_the_lines_that_convert_do(tmp_path, monkeypatch):
     ({"input": "2+2?", "answer": "2+2=4\n#### 4", "label": 4}, {"question": "2+2?", "answer": "2+2=4\n#### 4"}),
     ({"question": "2+2?", "answer": "\\frac82"}, {"problem": "2+2?"}),
     ({"problem": "2+2?", "label": "4"}, {"problem": "2+2?", "answer": "4"}),
+    ({"prompt": "2+2?", "solution": "$4"}, {"answer": "$4"}),  # dollars
     ({"prompt": [USER], "instruction": None}, {"prompt": [USER]}),
     ({"messages": json.dumps(CHAT), "tools": '[{"name": "f"}]'}, {"messages": CHAT, "tools": [{"name": "f"}]}),
     ({"messages": [{"role": "human", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}]},
@@ -128,7 +129,9 @@ def test_what_is_ambiguous_is_refused_and_left_as_it_is(row, names, sentence):
     assert json.dumps(row) == before
 
 
-def test_a_row_with_the_fields_of_a_users_task_is_never_changed():
+def test_a_row_that_has_what_is_asked_for_is_never_changed():
+    for row in ({"problem": "?", "solution": r"\fbox{4}", "label": 5}, {"problem": "?", "solution": "It is 4."}):
+        assert read(row, "problem") == row
     own = {"prompt": [USER | {"content": [{"type": "image"}]}], "answer": True, "label": "5"}
     assert read(own, is_own=True, prompt=list, answer=bool) == own
     assert read({"problem": "?"}, "problem", is_own=True) == {"problem": "?"}
