@@ -25,6 +25,7 @@ _FORMATS = {
 }
 _KINDS = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # by suffix, as `datasets` calls them
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=str)  # made once, for all rows
 _NO_OBJECT = "a row must be a JSON object, not"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs write it at the start of UTF-8 files
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
@@ -180,6 +181,6 @@ def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
     if type(value) not in wanted and not (type(value) is int and float in wanted):  # not isinstance: bool is an int
         return False
     try:
-        return is_text(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str))
+        return is_text(_JSON.encode(value))
     except ValueError:
         return False
