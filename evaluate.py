@@ -68,7 +68,7 @@ class Config(ModelConfig):
     top_p: Share = 1.0
     # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
-    # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
+    # questions: file (docs/data.md), or hub dataset id[:subset[:split]]; None: the task's own evaluation data
     data: OfData[InputPath | None] = None
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any

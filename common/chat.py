@@ -65,7 +65,7 @@ def encode_chat(
             that a turn has no fixed position.
     """
     for position, message in enumerate(messages):
-        _check_message(message, position)
+        check_message(message, position)
     ids: list[int] = []
     mask: list[int] = []
     rendered = ""
@@ -95,7 +95,8 @@ def encode_chat(
     return ids, mask
 
 
-def _check_message(message: object, position: int) -> None:
+def check_message(message: object, position: int) -> None:
+    """Raise a ValueError if a message has no role, a weight that is neither 0 nor 1, or a content that is not text."""
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         raise ValueError(f"message {position} is not an object with a role")
     if message.get("weight") not in (None, 0, 1):

@@ -37,7 +37,7 @@ from harness.base.config import AskedConfig, Count, InputPath, NotNegative, Posi
 from harness.cli.parse import parse_config
 from harness.data.data import load_held_out_task, prompts_of_step
 from harness.data.held_out import evaluate_held_out
-from harness.data.pairs import PAIRS, Pair, add_reference, load_pairs
+from harness.data.pairs import PAIRS, Pair, add_reference, load_pairs, read_pairs
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
@@ -49,7 +49,7 @@ from harness.run.start import run_main, start_run
 @dataclass(frozen=True, kw_only=True)
 class Config(AskedConfig):
     beta: Positive = 0.1  # a score is beta times a log-ratio: the larger, the closer the policy stays to its start
-    data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
+    data: InputPath = str(PAIRS)  # file or hub dataset (docs/data.md): {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     epochs: Count = 1  # passes over the pairs
@@ -67,9 +67,10 @@ class Config(AskedConfig):
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
     task = load_held_out_task(config)  # questions to the policy before and after
+    rows = read_pairs(config)  # before a model is loaded
     with start_run(config, task) as run:
         policy = load_policy(config)
-        pairs, eval_pairs = load_pairs(config, policy)
+        pairs, eval_pairs = load_pairs(config, policy, rows)
         for of_policy in (pairs, eval_pairs):  # the reference is the policy before training
             add_reference(policy, of_policy, 2 * config.micro_batch_size)
         if not run.has_before:

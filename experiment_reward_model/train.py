@@ -37,7 +37,7 @@ from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, 
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.data import prompts_of_step
-from harness.data.pairs import PAIRS, Pair, load_pairs
+from harness.data.pairs import PAIRS, Pair, load_pairs, read_pairs
 from harness.models.reward_loading import new_reward_model
 from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
@@ -48,7 +48,7 @@ RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluatedConfig):
-    data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
+    data: InputPath = str(PAIRS)  # file or hub dataset (docs/data.md): {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     # a judge that sees no thoughts: keep only the text after this tag, e.g. "</think>"; or a JSON file of tags
@@ -67,9 +67,10 @@ class Config(EvaluatedConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__, resolved=RESOLVED))
+    rows = read_pairs(config)  # before a model is loaded
     with start_run(config) as run:
         reward_model = new_reward_model(config)
-        pairs, eval_pairs = load_pairs(config, reward_model)
+        pairs, eval_pairs = load_pairs(config, reward_model, rows)
         train(config, run, accelerator, reward_model, pairs, eval_pairs)
         run.save_final(reward_model)
         examination = examine(config, reward_model, eval_pairs)

@@ -58,7 +58,7 @@ WINDOW = 3000  # rows to choose from when rows of similar length are batched tog
 @dataclass(frozen=True, kw_only=True)
 class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
-    data: InputPath | None = None  # JSONL with rows {"messages": [...], "tools": [...]}; tools can be left out
+    data: InputPath | None = None  # a file or hub dataset (docs/data.md) with {"messages": [...]}, perhaps "tools"
     # without --data: the lessons of warm_start.py, tool_lessons.py, or countdown_lessons.py
     lessons: Literal["arithmetic", "tools", "countdown"] = "arithmetic"
     # with --lessons tools: embeddings of the syllables of names, unused until then: like those of digits, random, as is

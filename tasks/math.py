@@ -94,7 +94,7 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
     Raises:
         ValueError: the row has neither `answer` nor `solution`.
     """
-    if "answer" not in row and "solution" not in row:
+    if row.get("answer") is None and row.get("solution") is None:
         raise ValueError("a row needs a field 'answer', or a 'solution' that ends in \\boxed{}")
     return arithmetic.messages({"question": row["problem"]}, system_prompt)
 
@@ -183,7 +183,7 @@ def golds(row: dict) -> list[str]:
     >>> golds({"answer": 142.0}), golds({"answer": ["0.01\n", "$\\frac{1}{100}$"]}), golds({"answer": " "})
     (['142'], ['0.01', '$\\frac{1}{100}$'], [])
     """
-    found = row["answer"] if "answer" in row else boxes(str(row.get("solution")))[-1:]
+    found = row["answer"] if row.get("answer") is not None else boxes(str(row.get("solution")))[-1:]
     texts = []
     for gold in found if isinstance(found, list) else [found]:
         if isinstance(gold, str | int | float) and not isinstance(gold, bool) and gold == gold:

@@ -233,7 +233,7 @@ class RunConfig(AskedConfig):
     # file of reward functions in TRL's form, f(prompts, completions, **columns) -> list[float]; each adds a component
     # under its name, with weight 1, to the task's own
     reward_functions: OfData[InputPath | None] = None
-    # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    # file (docs/data.md), or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
     reward_model: OfJudge[InputPath | None] = None

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def read_split(source: str) -> list[dict]:
             f"{name}:{subset}:{next(iter(splits))}, for example"
         )
     return splits[split].to_list()
+
+
+def read_local(path: Path, kind: str, file: str) -> list[dict]:
+    """The rows of a local file of the kind "parquet" or "arrow"; `file` names it in errors."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as cache:  # a copy in the user's cache would stay there
+        try:
+            options = {"data_files": str(path), "split": "train", "cache_dir": cache}
+            return datasets.load_dataset(kind, **options, trust_remote_code=False).to_list()
+        except Exception as error:  # a damaged file can raise anything
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise UserError(f"{file} cannot be read as {kind.capitalize()}: {reason}") from error
 
 
 def find_test_split(source: str) -> str | None:

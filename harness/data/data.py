@@ -1,7 +1,10 @@
-"""Reads rows from a local JSONL, with errors that name file and line, or from the hub; filters, splits, orders them."""
+"""Reads rows of a local file, with errors that name file and row, or of the hub; filters, splits, orders them."""
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 from common.errors import UserError
 from common.keyed import keyed_generator
@@ -12,8 +15,9 @@ from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
 from harness.data.answer_judge import PREFERENCE, load_judge
-from harness.data.row_checks import hold_out, shared_questions, try_solutions
-from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
+from harness.data.row_checks import hold_out, shared_questions, tell_unpaid, try_solutions
+from harness.data.rows import Fields, FieldsError, placed, read_file
+from harness.data.schemas import read_as
 from harness.data.task import Row, Task, import_task, suggest_task
 
 # Completions on which reward functions are tried: empty, short, long, with tags, digits and the row's own answer
@@ -143,16 +147,16 @@ def read_renamed(source: str, task: Task, renamed: dict[str, str]) -> list[Row]:
         for published, name in renamed.items():
             if published in row:
                 row[name] = row.pop(published)
-        if (problem := find_problem(row, task.fields)) is not None:
+        if (problem := read_as(row, task.fields, not task.is_bundled)[0]) is not None:
             raise FieldsError(row, problem)
         row.question = task.question(row)
     return rows
 
 
-def read_rows(source: str, fields: Fields) -> list[Row]:
-    """The rows of a JSONL file, or of a hub dataset `owner/name[:subset[:split]]`; each must have `fields`."""
+def read_rows(source: str, fields: Fields, is_own: bool = False) -> list[Row]:
+    """The rows of a local file, or of a hub dataset `owner/name[:subset[:split]]`; each gets `fields` by `read_as`."""
     rows = []
-    for row in scan_rows(source, fields):
+    for row in scan_rows(source, fields, is_own):
         if isinstance(row, UserError):
             raise row
         rows.append(row)
@@ -161,26 +165,32 @@ def read_rows(source: str, fields: Fields) -> list[Row]:
     return rows
 
 
-def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
+def scan_rows(source: str, fields: Fields, is_own: bool = False) -> Iterator[Row | UserError]:
     """The same, but an unusable row yields its error."""
     path = local_path(source, "the data file")
     if is_hub_source(source):
         rows = (placed(row, f"{source}, row {number}") for number, row in enumerate(read_split(source), start=1))
     else:
-        rows = read_jsonl(path)
+        rows = read_file(path)
+    notes = Counter()
     for row in rows:
-        problem = None if isinstance(row, UserError) else find_problem(row, fields)
+        problem, note = (None, "") if isinstance(row, UserError) else read_as(row, fields, is_own)
+        notes[note] += 1
         yield row if problem is None else FieldsError(row, problem)
+    for note, count in notes.items():
+        if note:
+            say(f"{shown(source)}: {count} of {notes.total()} rows by another schema (docs/data.md): {note}")
 
 
 def find_test_data(source: str) -> str | None:
-    """`test.jsonl` next to a file `train.jsonl`, or the split "test" of a hub dataset given without a split."""
+    """`test.*` next to a file `train.*`, or the split "test" of a hub dataset given without a split."""
     if is_hub_source(source):
         found = find_test_split(source)
     else:
         path = local_path(source, "the data file")
-        beside = path.parent / "test.jsonl"
-        found = str(beside) if path.name == "train.jsonl" and beside.is_file() else None
+        of_train = re.fullmatch(r"train((?:-00000-of-00001)?\.\w+)", path.name)  # also as the hub names it
+        beside = path.with_name(f"test{of_train[1]}") if of_train else path
+        found = str(beside) if of_train and beside.is_file() else None
     if found is not None:
         say(f"evaluated on {shown(found)}, which comes with {shown(source)} (--eval-data names another)")
     return found
@@ -189,20 +199,19 @@ def find_test_data(source: str) -> str | None:
 def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they belong to another task."""
     try:
-        rows = read_rows(source, task.fields)
+        rows = read_rows(source, task.fields, not task.is_bundled)
     except FieldsError as error:
         raise UserError(f"{error}{suggest_task(error.row, config.task)}") from None
-    return filter_rows(rows, config, task, source)
+    rows = filter_rows(rows, config, task, source)
+    tell_unpaid(task, rows, config.task)
+    return rows
 
 
 def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
     """Keep the rows that pass `--at-most` and `--max-question-length`, and attach the task's question to each."""
     kept, passed = rows, []
     for field, most in parse_numbers("--at-most", config.at_most).items():
-        for row in kept:
-            if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
-                raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
-        kept = [row for row in kept if row[field] <= most]
+        kept = [row for row in kept if _number(row, field) <= most]
         passed.append(f"{len(kept)} --at-most {field}={most:g}")
     for row in kept:  # all of them, also to check that each can be asked
         row.question = task.question(row)
@@ -216,6 +225,14 @@ def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> 
     if passed:
         say(f"{shown(source)}: of {len(rows)} rows pass " + ", then ".join(passed))
     return kept
+
+
+def _number(row: Row, field: str) -> float:
+    value = row.get(field)
+    with suppress(TypeError, ValueError):
+        if isinstance(value, int | float | (str if row.is_table else int)) and not isinstance(value, bool):
+            return float(value)
+    raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
 
 
 def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:

@@ -1,9 +1,10 @@
 """Pairs of answers to the same prompt, one of them preferred: read, checked, and turned into rows of ids.
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, in the schema of HuggingFaceH4/ultrafeedback_binarized: the
-prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. The
-fields `style_chosen` and `style_rejected` are optional words (without them, an answer with a thought is one style, and
-an answer without is another); `score_chosen` and `score_rejected` are optional numbers, and equal ones are a tie.
+prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. Other
+schemas are those of docs/data.md. The fields `style_chosen` and `style_rejected` are optional words (without them, an
+answer with a thought is one style, and an answer without is another); `score_chosen` and `score_rejected` are optional
+numbers, and equal ones are a tie.
 """
 
 from collections import Counter
@@ -25,6 +26,7 @@ from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
+from harness.data.schemas import as_turns
 from harness.data.thoughts import answer_of, read_format
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
@@ -45,9 +47,15 @@ class Pair(NamedTuple):
         return self.chosen, self.rejected
 
 
+class PairRows(NamedTuple):
+    rows: list[Row]
+    eval_rows: list[Row]
+    eval_source: str
+
+
 @together()
-def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list[Pair], list[Pair]]:
-    """The pairs to train on, and held-out pairs: of `--eval-data`, else rows of `--data` chosen by `--seed`."""
+def read_pairs(config: PolicyConfig) -> PairRows:
+    """The rows to train on, and held-out rows: of `--eval-data`, else rows of `--data` chosen by `--seed`."""
     rows = read_rows(config.data, FIELDS)
     own = str(HELD_OUT) if config.data == str(PAIRS) else None
     source = config.eval_data or own or find_test_data(config.data)
@@ -60,12 +68,19 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
         )
     else:
         rows, eval_rows = hold_out(rows, config.eval_prompts, config.seed)
-    if config.max_pairs is not None:
-        rows = rows[: config.max_pairs]
-    pairs = encode_pairs(rows, config.data, config, policy)
+    rows = rows[: config.max_pairs]
+    for row in (*rows, *eval_rows):
+        _read_pair(row)  # to refuse it before a model is loaded
+    return PairRows(rows, eval_rows, source or config.data)
+
+
+@together()
+def load_pairs(config: PolicyConfig, policy: Policy | RewardModel, found: PairRows) -> tuple[list[Pair], list[Pair]]:
+    """The pairs to train on, and held-out pairs."""
+    pairs = encode_pairs(found.rows, config.data, config, policy)
     if len(pairs) < config.pairs_per_step:
         raise UserError(f"--pairs-per-step {config.pairs_per_step} exceeds the {len(pairs)} pairs")
-    return pairs, encode_pairs(eval_rows, source or config.data, config, policy)
+    return pairs, encode_pairs(found.eval_rows, found.eval_source, config, policy)
 
 
 def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
@@ -74,19 +89,23 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
     tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first, context = [], Counter(), {}, context_length(policy)
     for index, row in enumerate(rows):
-        prompt, answers = _read_pair(row)
+        prompt, messages, problem = _read_pair(row)
+        answers = [message["content"] for message in messages]
         styles = [row.get(f"style_{name}", THOUGHT in answer) for name, answer in zip(NAMES, answers, strict=True)]
         if tags is not None:
             answers = [answer_of(answer, tags) or "" for answer in answers]
-        encoded, problem = [], None
-        if not all(answer.strip() for answer in answers):
+            messages = [{"role": "assistant", "content": answer} for answer in answers]
+        encoded = []
+        if problem is not None:
+            pass
+        elif not all(answer.strip() for answer in answers):
             problem = "an empty answer"
         elif answers[0] == answers[1]:
             problem = "two equal answers"
         elif row.get("score_chosen") is not None and row.get("score_chosen") == row.get("score_rejected"):
             problem = "a tie"
         else:
-            encoded = [_encode(row, prompt, answer, index, policy) for answer in answers]
+            encoded = [_encode(row, prompt, message, index, policy) for message in messages]
             longest = max(len(trajectory.ids) for trajectory in encoded)
             if longest > config.max_length:
                 problem = f"more than --max-length {config.max_length} tokens"
@@ -107,28 +126,31 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
     return pairs
 
 
-def _read_pair(row: Row) -> tuple[list[dict], list[str]]:
-    """The messages of the prompt, and the texts of the two answers."""
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answers = []
+def _read_pair(row: Row) -> tuple[list[dict], list[dict], str | None]:
+    """The messages of the prompt, those of the two answers, and why the pair is left out, if it is."""
+    prompt, answers, histories = as_turns(row["prompt"], "user"), [], []
     for name in NAMES:
-        answer = row[name]
-        if isinstance(answer, list):
-            last = answer[-1] if answer and isinstance(answer[-1], dict) else {}
-            if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-                raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
-            before, answer = answer[:-1], last["content"]
-            if before and isinstance(prompt, str):  # the whole conversation; "prompt" is its first question
-                messages = before
-        answers.append(answer)
+        *before, answer = as_turns(row[name], "assistant") or [{}]
+        if answer.get("role") != "assistant" or not isinstance(answer.get("content"), str):
+            raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
+        if before:  # a complete conversation, or one that goes on from the prompt
+            histories.append([*prompt, *before] if before[0]["role"] == "assistant" else before)
+        answers.append(answer | {"weight": 1})
+    history = max([prompt, *histories], key=len)  # the prompt may be its first question, or lack its system turn
+    said, asked, *others = [list(map(_said, turns)) for turns in (history, prompt, *histories)]
+    is_one = all(other == said for other in others) and asked in (said[: len(asked)], said[len(said) - len(asked) :])
     # only the last turn is judged, and learned
-    is_earlier = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in messages]
-    return [turn | {"weight": 0} if old else turn for turn, old in zip(messages, is_earlier, strict=True)], answers
+    history = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in history]
+    return history, answers, None if is_one else "the answers have different histories"
 
 
-def _encode(row: Row, prompt: list[dict], answer: str, index: int, policy: Policy | RewardModel) -> Trajectory:
-    messages = [*prompt, {"role": "assistant", "content": answer}]
+def _said(turn: dict) -> dict:
+    """What two equal turns have in common."""
+    return {key: str(value).strip() for key, value in turn.items() if value is not None and key != "weight"}
+
+
+def _encode(row: Row, prompt: list[dict], answer: dict, index: int, policy: Policy | RewardModel) -> Trajectory:
+    messages = [*prompt, answer]
     try:
         ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
     except ValueError as error:

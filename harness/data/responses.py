@@ -51,8 +51,10 @@ class ResponseConfig(ModelConfig):
     top_p: Share = 1.0
     # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
-    data: OfData[InputPath | None] = None  # questions: JSONL, or hub dataset; None: the task's own training data
-    # prompts without a task, and so without rewards: JSONL or hub dataset with rows {"prompt": text or messages}
+    data: OfData[InputPath | None] = (
+        None  # questions: file (docs/data.md), or hub dataset; None: the task's own training data
+    )
+    # prompts without a task, and so without rewards: file or hub dataset with rows {"prompt": text or messages}
     prompts: OfData[InputPath | None] = None
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep prompts of at most this many characters; None: any

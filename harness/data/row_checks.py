@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import sys
 import threading
 import time
 import unicodedata
@@ -14,7 +15,7 @@ from common.keyed import keyed_generator
 
 from harness.base.terminal import printable, say
 from harness.data.rows import is_empty
-from harness.data.task import Row, Task, suggest_task
+from harness.data.task import Row, Task, suggest_task, unpaid_form
 
 PATIENCE = 10  # seconds for the solutions of all rows together
 
@@ -70,9 +71,25 @@ def solution_fault(task: Task, row: Row, text: str) -> str | None:
     return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
 
 
+def tell_unpaid(task: Task, rows: list[Row], name: str) -> None:
+    """Tell the user of the first question whose answer is wanted in a form that the bundled task pays nothing for."""
+    for row in rows if task.is_bundled else ():
+        is_asked = "\\boxed" in row.question or "####" in row.question
+        if is_asked or "\\" in str(row.get("answer")):
+            if task.solves(row) and (form := unpaid_form(task, row)) is not None:
+                reason = "the question asks for this form" if is_asked else "its answer is LaTeX"
+                remedy = suggest_task(row, name) or ": remove what asks for it from the questions (docs/data.md)"
+                say(f"{row.place}: {task} pays 0 for {printable(form, 60)}, although {reason}{remedy}", sys.stderr)
+            return
+
+
 def empty_golds(task: Task, row: Row) -> list[str]:
     """The fields of a row that should hold its answer but are empty."""
-    return [field for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]
+    fields = {
+        *task.fields,
+        *(["answer"] if row.get("answer") is not None else []),
+    }  # Arrow writes None where there is none
+    return [field for field in sorted(fields & row.keys()) if is_empty(row[field])]
 
 
 def _reason(task: Task, row: Row, fault: str, name: str) -> str:

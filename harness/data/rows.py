@@ -1,13 +1,16 @@
-"""Rows of a JSONL file, each with its place in the file, or an error in the place of an unusable row."""
+"""Rows of a file, each with its place in the file, or an error in the place of an unusable row."""
 
+import csv
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError
 
 from harness.base.checks import is_text
 from harness.base.config import shown
+from harness.base.hub import read_local
 from harness.base.terminal import printable
 
 Fields = dict[str, type | tuple[type, ...]]
@@ -20,6 +23,10 @@ _FORMATS = {
     b"\xff\xfe": "text in UTF-16",
     b"[": "one JSON array, and each row must be a separate JSON object",
 }
+_KINDS = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # by suffix, as `datasets` calls them
+_MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=str)  # made once, for all rows
+_NO_OBJECT = "a row must be a JSON object, not"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs write it at the start of UTF-8 files
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
@@ -28,6 +35,7 @@ class Row(dict):
     """A row of data with its origin, for error messages, and its question once the task has asked it."""
 
     place, question = "a row", ""  # the place is file and line
+    is_table = False  # of a CSV file, in which every value is text
 
 
 class FieldsError(UserError):
@@ -36,6 +44,62 @@ class FieldsError(UserError):
     def __init__(self, row: Row, problem: str):
         super().__init__(f"{row.place}: {problem}")
         self.row = row
+
+
+def read_file(path: Path) -> Iterator[Row | UserError]:
+    """The rows of a file: JSONL, one JSON array, CSV or TSV, Parquet or Arrow; an unusable one yields its error."""
+    file, head = shown(path), b""
+    with suppress(OSError), path.open("rb") as start:  # `read_jsonl` explains an error
+        head = start.read(1000).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    kind = _KINDS.get(path.suffix) or next((kind for begin, kind in _MAGIC.items() if head.startswith(begin)), None)
+    if not head:
+        yield from read_jsonl(path)
+    elif path.suffix in (".csv", ".tsv"):
+        yield from _read_table(path, file)
+    elif kind is not None:
+        for number, row in enumerate(read_local(path, kind, file), start=1):
+            yield placed(row, f"{file}, row {number}")
+    elif head.startswith(b"["):
+        yield from _read_array(path, file)
+    else:
+        yield from read_jsonl(path)
+
+
+def _read_array(path: Path, file: str) -> Iterator[Row | UserError]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{file}: this begins like one JSON array, but is none ({error})") from error
+    for number, fields in enumerate(found, start=1):
+        place = f"{file}, row {number}"
+        is_row = isinstance(fields, dict)
+        yield placed(fields, place) if is_row else UserError(f"{place}: {_NO_OBJECT} {type(fields).__name__}")
+
+
+def _read_table(path: Path, file: str) -> Iterator[Row | UserError]:
+    """All values are text, as they are written: no reader guesses that 007 is a number, or NA is nothing."""
+    csv.field_size_limit(2**31 - 1)
+    number = 1
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            mark = max("\t;," if path.suffix == ".csv" else "\t", key=first.count)
+            table = csv.DictReader(lines, delimiter=mark, strict=True)
+            names = [name.strip() for name in table.fieldnames or ()]
+            if len(set(names)) < len(names) or "" in names:
+                raise UserError(f"{file}: the first line must name the columns, each once, not {printable(first, 80)}")
+            table.fieldnames = names
+            for fields in table:
+                number = table.line_num
+                if None in fields:
+                    yield UserError(f"{file}:{number}: there are more cells than columns")
+                    continue
+                row = placed({name: cell or None for name, cell in fields.items()}, f"{file}:{number}")
+                row.is_table = True
+                yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not CSV in UTF-8 after line {number} ({error})") from error
 
 
 def read_jsonl(path: Path) -> Iterator[Row | UserError]:
@@ -76,7 +140,7 @@ def _read_line(line: bytes, place: str) -> Row | UserError:
     except UnicodeDecodeError as error:
         return UserError(f"{place}: not UTF-8 text ({error.reason})")
     if not isinstance(fields, dict):
-        return UserError(f"{place}: a row must be a JSON object, not {type(fields).__name__}")
+        return UserError(f"{place}: {_NO_OBJECT} {type(fields).__name__}")
     return placed(fields, place)
 
 
@@ -117,6 +181,6 @@ def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
     if type(value) not in wanted and not (type(value) is int and float in wanted):  # not isinstance: bool is an int
         return False
     try:
-        return is_text(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str))
+        return is_text(_JSON.encode(value))
     except ValueError:
         return False

@@ -21,7 +21,8 @@ from harness.base.config import RunConfig, shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
 from harness.data.answer_judge import PREFERENCE, Judge
-from harness.data.rows import Row, find_problem
+from harness.data.rows import Row, find_problem, placed
+from harness.data.schemas import read_as
 
 if TYPE_CHECKING:
     from harness.data.reward_functions import RewardFunctions
@@ -188,6 +189,10 @@ class Task:
         return text is not None and self.reward(row, text).get("correct") == 1
 
     @property
+    def is_bundled(self) -> bool:
+        return self.path.parent == BUNDLED
+
+    @property
     def has_vote(self) -> bool:
         return hasattr(self._module, "vote")
 
@@ -346,11 +351,26 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
 
 
 def suggest_task(row: Row, name: str) -> str:
-    """The end of a sentence about a row that the bundled task `name` cannot use: the tasks that can, or nothing."""
+    """The end of a sentence about a row that the bundled task `name` cannot use: the tasks that can judge it, if any.
+
+    Tasks whose fields the row has come before tasks for which it has to be read by another schema.
+    """
     bundled = bundled_tasks()
-    fitting = []
+    fitting: dict[bool, list[str]] = {True: [], False: []}
     for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is not a mistake
         with suppress(UserError):  # its functions cannot handle such a row
-            if find_problem(row, other.fields) is None and other.solves(row):
-                fitting.append(str(other))
-    return f"; rows like this one belong to {' or '.join(fitting)}" if fitting else ""
+            read = placed(row, row.place)
+            is_read = read_as(read, other.fields)[0] is None
+            if is_read and other.solves(read) and unpaid_form(other, read) is None:
+                fitting[find_problem(row, other.fields) is None].append(str(other))
+    found = fitting[True] or fitting[False]
+    return f"; rows like this one belong to {' or '.join(found)}" if found else ""
+
+
+def unpaid_form(task: Task, row: Row) -> str | None:
+    """The right answer in a form that the prompt asks for or that LaTeX has, if the task does not pay for it."""
+    asked = " ".join(message["content"] for message in task.messages(row))
+    gold = str(task.right_answer(row))
+    forms = [f"\\boxed{{{gold}}}"] if "\\boxed" in asked or "\\" in gold else []
+    forms += [f"#### {gold}"] if "####" in asked else []
+    return next((form for form in forms if task.reward(row, form).get("correct") == 0), None)

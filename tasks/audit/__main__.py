@@ -32,7 +32,7 @@ SHOWN = 3  # rows of a finding that people see
 @dataclass(frozen=True, kw_only=True)
 class Config:
     task: str  # questions and rewards, as in training: a file of tasks, or the path of your own
-    data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
+    data: str | None = None  # as in training: a file (docs/data.md), or a hub dataset owner/name[:subset[:split]]
     eval_data: str | None = None  # as in training; None: the data of training's evaluations, if separate
     # as in training: keep rows whose field NAME is at most NUMBER
     at_most: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=NUMBER ...", help_behavior_hint="")] = ()

@@ -17,7 +17,7 @@ from harness.base.config import RunConfig, shown
 from harness.base.hub import must_be_cached
 from harness.data.context import context_of
 from harness.data.data import filter_rows, find_sources, scan_rows
-from harness.data.row_checks import empty_golds, hold_out, normalise, shared_questions, solution_fault
+from harness.data.row_checks import empty_golds, hold_out, normalise, shared_questions, solution_fault, tell_unpaid
 from harness.data.rows import FieldsError
 from harness.data.task import Row, Task, import_task, suggest_task
 from harness.models.pretrained import read_config, set_template, tokenizer_of
@@ -73,6 +73,7 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
         rows, unusable = _read(task, config, name)
         num_rows[of] = len(rows)
         rows = kept[of] = filter_rows(rows, config, task, name)
+        tell_unpaid(task, rows, config.task)
         prompts = [len(encode_prompt(tokenizer, task.messages(row, prompt))) for row in rows]
         found = defaultdict(list, unusable=unusable)
         for kind, row, text in (*_gold_faults(task, rows), *_repeated(task, rows), *_suspicious(task, rows)):
@@ -136,7 +137,7 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
     """The rows that can be read and asked, and the places and problems of the other rows."""
     usable, unusable, first = [], [], None
-    for row in scan_rows(source, task.fields):
+    for row in scan_rows(source, task.fields, not task.is_bundled):
         try:
             if isinstance(row, UserError):
                 raise row

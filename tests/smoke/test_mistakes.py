@@ -117,7 +117,11 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
     ("task", "row", "sentence"),
     [
         ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* belong to --task qa$"),
-        ("arithmetic", {"prompt": "?", "target": 2}, r"'question' is missing \(there are: prompt, target\)$"),
+        (
+            "arithmetic",
+            {"prompt": "?", "target": 2},
+            r"'answer' is missing \(there are: prompt, target\); docs/data.md",
+        ),
         ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one belong to --task gsm8k$"),
         ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* belong to --task gsm8k$"),
         ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* belong to --task math$"),
@@ -623,7 +627,7 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     Path("d.jsonl").write_text(json.dumps({"question": "", HOSTILE: 1}) + "\n")
     assert "'answer' is missing" in run_and_read(capsys, load_script, "--data", "d.jsonl")
     Path(HOSTILE).write_text("[]")
-    assert "must be a separate JSON object" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
+    assert "has no rows" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
     question = f"1+1? {HOSTILE}\nerror: forged"
     Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
     shutil.copytree(TINY_POLICY, "model")

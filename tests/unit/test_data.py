@@ -65,7 +65,7 @@ def test_how_many_rows_pass_each_filter_is_printed(write, tmp_path, monkeypatch,
 def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
     """Under the task's names for fields; a set that is given replaces the suite's of the same name."""
     sums = {n: write({"problem": f"{n}+{n}?", "answer": str(2 * n)}, name=f"{n}.jsonl") for n in range(3)}
-    asked = write({"question": "4+4?", "answer": "8"}, name="asked.jsonl")
+    asked = write({"question": "4+4?", "ground_truth": "8"}, name="asked.jsonl")
     benchmarks = {
         "amc": Benchmark("AMC", sums[0]),
         "minerva": Benchmark("Minerva", asked, (("question", "problem"),)),
@@ -122,9 +122,18 @@ def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("rows.json", b'[\n {"question": "x"},\n {"question": "y"}\n]', "is one JSON array, .* JSONL in UTF-8 is read"),
-        ("rows.parquet", b"PAR1\x15\x04", "is a Parquet file: JSONL .* is read .*from_parquet"),
-        ("rows.csv", b"question,answer\nx,2\n", "is a table: JSONL .* is read .*from_csv"),
+        ("rows.json", b'[{"question": "x", "answer": "2"}', r"begins like one JSON array, but is none \(Expecting"),
+        (
+            "rows.json",
+            b'[{"question": "x", "answer": "2"}, 3]',
+            "rows.json, row 2: a row must be a JSON object, not int",
+        ),
+        ("rows.parquet", b"PAR1\x15\x04", "rows.parquet cannot be read as Parquet: "),
+        ("rows.arrow", b"ARROW1\x15\x04", "rows.arrow cannot be read as Arrow: "),
+        ("rows.csv", b"question,answer\nx,2\ny,3,5\n", "rows.csv:3: there are more cells than columns"),
+        ("rows.csv", b'question,answer\nx,2\n"y,3\n', r"rows.csv: not CSV in UTF-8 after line 2 \("),
+        ("rows.csv", b"question,answer,answer\nx,2,3\n", "rows.csv: the first line must name the columns, each once"),
+        ("rows.csv", "question,answer\n\u00e9,2\n".encode("latin-1"), "rows.csv: not CSV in UTF-8"),
         ("rows.jsonl.gz", b"\x1f\x8b\x08", "is a compressed file: JSONL .* is read"),
         ("rows.jsonl", '{"question": "x"}\r\n'.encode("utf-16"), "is text in UTF-16: JSONL in UTF-8 is read"),
         ("rows.jsonl", '{"question": "é"}'.encode("latin-1"), r"rows\.jsonl:1: not UTF-8 text"),
@@ -340,6 +349,6 @@ def test_the_order_depends_on_seed_and_step_alone():
 
 @pytest.mark.parametrize("value", ["[1, NaN]", '{"a": [Infinity]}', '["\\ud83d"]'])
 def test_a_list_is_examined_to_its_depth(write, value):
-    path = write({"messages": [1]}, f'{{"messages": {value}}}')
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: the field 'messages' cannot be"):
-        read_rows(path, {"messages": (list, dict)})
+    path = write({"values": [1]}, f'{{"values": {value}}}')
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the field 'values' cannot be"):
+        read_rows(path, {"values": (list, dict)})

@@ -23,7 +23,7 @@ from common.preferences import preference_metrics
 from viewer.curve import _panels_of_pairs
 from viewer.report import count_rows_per_step, write_report
 
-from harness.data.pairs import Pair, add_reference, load_pairs
+from harness.data.pairs import Pair, add_reference, load_pairs, read_pairs
 from harness.logs.statistics import RowUpdate, UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
 from harness.models.reward_loading import new_reward_model
@@ -55,7 +55,7 @@ def config(train, tmp_path):
 @pytest.fixture
 def policy_and_pairs(config) -> tuple[Policy, list[Pair]]:
     policy = load_policy(config)
-    pairs, _ = load_pairs(config, policy)
+    pairs, _ = load_pairs(config, policy, read_pairs(config))
     add_reference(policy, pairs, 4)
     return policy, pairs
 

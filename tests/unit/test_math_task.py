@@ -149,7 +149,7 @@ def test_rows_of_both_forms_can_be_trained_on(load, capsys):
         ({"problem": "2+2?"}, "a row needs a field 'answer', or a 'solution'"),
         ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: .*no completion can be right"),
         ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: .*no completion can be right"),
-        ({"question": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
+        ({"text": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
     ],
 )
 def test_rows_without_a_gold_answer_are_refused(load, row, message):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from common.errors import UserError
 from common.preferences import preference_metrics
 
-from harness.data.pairs import load_pairs, read_rows
+from harness.data.pairs import load_pairs, read_pairs, read_rows
 
 ROW = {"prompt": "What is 1 + 2?", "chosen": "<answer>3</answer>", "rejected": "<answer>4</answer>"}
 
@@ -28,7 +28,8 @@ def load(tmp_path, tokenizer):
             (tmp_path / f"{name}.jsonl").write_text(text)
         fixed = {"data": str(tmp_path / "pairs.jsonl"), "eval_data": str(tmp_path / "held_out.jsonl")}
         fixed |= {"eval_prompts": 1, "max_pairs": None, "max_length": 64, "answer_begins": None, "pairs_per_step": 1}
-        return load_pairs(SimpleNamespace(seed=0, **fixed | settings), judge)[0]
+        config = SimpleNamespace(seed=0, **fixed | settings)
+        return load_pairs(config, judge, read_pairs(config))[0]
 
     return load
 
@@ -78,6 +79,41 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(load, capsys):
         assert sentence in said
 
 
+def turns(*texts: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def text_of_hh(*texts: str) -> str:
+    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {text}" for i, text in enumerate(texts))
+
+
+SAID = ("Hello.", "Hi!", ROW["prompt"])
+
+
+@pytest.mark.parametrize(("row", "history"), [
+    ({"chosen": turns(*SAID, "3"), "rejected": turns(*SAID, "4")}, SAID),
+    ({"chosen": text_of_hh(*SAID, "3"), "rejected": text_of_hh(*SAID, "4")}, SAID),
+    ({"prompt": SAID[0], "chosen": turns(*SAID, "3"), "rejected": turns(*SAID, "4")}, SAID),  # its first question
+    ({"prompt": turns(*SAID[:1]), "chosen": turns(*SAID, "3")[1:], "rejected": turns(*SAID, "4")[1:]}, SAID),  # goes on
+    ({"prompt": turns(*SAID), "chosen": "3", "rejected": turns(*SAID, "4")}, SAID),
+    ({"chosen": turns(*SAID, "3"), "rejected": turns("Hello?", *SAID[1:], "4")}, None),
+    ({"chosen": text_of_hh(*SAID, "3"), "rejected": text_of_hh("Hello.", "Ho!", SAID[2], "4")}, None),
+    ({"chosen": turns(*SAID, "3"), "rejected": turns(SAID[2], "4")}, None),
+    ({"prompt": "Who?", "chosen": turns(*SAID, "3"), "rejected": turns(*SAID, "4")}, None),
+    ({"prompt": turns("Who?"), "chosen": turns(*SAID, "3"), "rejected": "4"}, None),
+])  # fmt: skip
+def test_pairs_with_different_histories_are_left_out_and_counted(load, tokenizer, capsys, row, history):
+    found = load(ROW, row)
+    if history is None:
+        assert len(found) == 1
+        assert "1 of 2 pairs left out: the answers have different histories (the first: " in capsys.readouterr().out
+        return
+    messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns(*history)]
+    for trajectory, answer in zip(found[1].rows, "34", strict=True):
+        wanted = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+        assert text_of(tokenizer, trajectory) == (wanted, f"{answer}<|im_end|>")
+
+
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"chosen": 3}, r"pairs.jsonl:2: .*chosen"),
     ({"chosen": []}, r"pairs.jsonl:2: 'chosen' does not end with a message of the assistant"),
@@ -97,7 +133,7 @@ def test_a_torn_file_is_refused_with_its_line(load, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     config = SimpleNamespace(data=str(path))
     with pytest.raises(UserError, match=r"pairs.jsonl:2: not JSON"):
-        load_pairs(config, None)
+        read_pairs(config)
 
 
 def test_too_few_pairs_are_refused(load):
