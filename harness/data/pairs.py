@@ -9,7 +9,7 @@ an answer without is another); `score_chosen` and `score_rejected` are optional 
 from collections import Counter
 from typing import NamedTuple
 
-from common.chat import encode_chat
+from common.chat import THOUGHTS, encode_chat, with_remedy
 from common.errors import UserError
 from common.experience import collate
 from common.logprobs import token_log_probs
@@ -24,7 +24,7 @@ from harness.base.terminal import say
 from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
-from harness.data.thoughts import answer_of, read_format
+from harness.data.thoughts import answer_of, read_format, tell_of_openings
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
 HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"
@@ -74,18 +74,20 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
     pairs, left_out, first = [], Counter(), {}
     for index, row in enumerate(rows):
         prompt, answers = _read_pair(row)
-        styles = [row.get(f"style_{name}", THOUGHT in answer) for name, answer in zip(NAMES, answers, strict=True)]
+        turns = [_turn(row[name], answer) for name, answer in zip(NAMES, answers, strict=True)]
+        reasoned = [THOUGHT in turn["content"] or any(map(turn.get, THOUGHTS)) for turn in turns]
+        styles = [row.get(f"style_{name}", default) for name, default in zip(NAMES, reasoned, strict=True)]
         if tags is not None:
-            answers = [answer_of(answer, tags) or "" for answer in answers]
+            turns = [{"role": "assistant", "content": answer_of(answer, tags) or ""} for answer in answers]
         encoded, problem = [], None
-        if not all(answer.strip() for answer in answers):
+        if not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
             problem = "an empty answer"
-        elif answers[0] == answers[1]:
+        elif turns[0] == turns[1]:
             problem = "two equal answers"
         elif row.get("score_chosen") is not None and row.get("score_chosen") == row.get("score_rejected"):
             problem = "a tie"
         else:
-            encoded = [_encode(row, prompt, answer, index, policy) for answer in answers]
+            encoded = [_encode(row, [*prompt, turn], index, policy) for turn in turns]
             if max(len(trajectory.ids) for trajectory in encoded) > config.max_length:
                 problem = f"more than --max-length {config.max_length} tokens"
         if problem is not None:
@@ -93,13 +95,15 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
             first.setdefault(problem, row.place)
             continue
         for position, trajectory in enumerate(encoded):
-            trajectory.completion_index, trajectory.text = position, answers[position]
+            trajectory.completion_index, trajectory.text = position, turns[position]["content"]
             trajectory.question, trajectory.rewards = prompt[-1]["content"], {"chosen": 1.0 - position}
         pairs.append(Pair(*encoded, styles[0] == styles[1]))
     for problem, count in left_out.items():
         say(f"{count} of {len(rows)} pairs left out: {problem} (the first: {first[problem]})")
     if not pairs:
         raise UserError(f"{shown(source)}: no pair is left")
+    if isinstance(policy, Policy):  # a reward model samples nothing
+        tell_of_openings(policy.tokenizer, [row for pair in pairs for row in pair.rows])
     return pairs
 
 
@@ -112,9 +116,10 @@ def _read_pair(row: Row) -> tuple[list[dict], list[str]]:
         answer = row[name]
         if isinstance(answer, list):
             last = answer[-1] if answer and isinstance(answer[-1], dict) else {}
-            if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            content = last.get("content") or ("" if last.get("tool_calls") else last.get("content"))
+            if last.get("role") != "assistant" or not isinstance(content, str):
                 raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
-            before, answer = answer[:-1], last["content"]
+            before, answer = answer[:-1], content
             if before and isinstance(prompt, str):  # the whole conversation; "prompt" is its first question
                 messages = before
         answers.append(answer)
@@ -123,12 +128,18 @@ def _read_pair(row: Row) -> tuple[list[dict], list[str]]:
     return [turn | {"weight": 0} if old else turn for turn, old in zip(messages, is_earlier, strict=True)], answers
 
 
-def _encode(row: Row, prompt: list[dict], answer: str, index: int, policy: Policy | RewardModel) -> Trajectory:
-    messages = [*prompt, {"role": "assistant", "content": answer}]
+def _turn(answer: str | list[dict], text: str) -> dict:
+    """The message of an answer, with the thought and the calls that it holds beside its content."""
+    last = answer[-1] if isinstance(answer, list) else {}
+    beside = {name: last[name] for name in (*THOUGHTS, "tool_calls") if last.get(name)}
+    return {"role": "assistant", "content": text} | beside
+
+
+def _encode(row: Row, messages: list[dict], index: int, policy: Policy | RewardModel) -> Trajectory:
     try:
-        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
+        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids, row.get("tools"))
     except ValueError as error:
-        raise UserError(f"{row.place}: {error}") from error
+        raise UserError(f"{row.place}: {with_remedy(error)}") from error
     return Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=index, finish_reason="given")
 
 
