@@ -128,14 +128,15 @@ def opened_thought(tokenizer) -> str:
 
 
 def unknown_end(tokenizer, end_of_turn_ids: list[int]) -> str | None:
-    """What the template writes after an answer, if none of the model's end-of-turn tokens ends it; else None."""
-    answer = {"role": "assistant", "content": "(an answer)"}
+    """What the template writes after an answer, if no end-of-turn token of the model is there; else None."""
+    answer, question = {"role": "assistant", "content": "(an answer)"}, {"role": "user", "content": "(a question)"}
     try:
-        rendered = _render(tokenizer, [_QUESTION, answer, {"role": "user", "content": "(a question)"}], False)
+        rendered = _render(tokenizer, [question, answer, question], False)
     except ValueError:  # it wants other messages
         return None
-    after = rendered.partition(answer["content"])[2].partition("(a question)")[0]  # GLM's next header ends a turn
-    return None if not after or _end_of_turn(tokenizer, after, "", tuple(end_of_turn_ids)) else after
+    after = rendered.rpartition(answer["content"])[2].partition(question["content"])[0]  # GLM's next header ends a turn
+    is_known = answer["content"] not in rendered or _end_of_turn(tokenizer, after, "", tuple(end_of_turn_ids))
+    return None if is_known else (after.split() or [after])[0]
 
 
 def _check_message(message: object, position: int) -> None:
@@ -445,6 +446,7 @@ def begin_completions(tokenizer, prefix: str) -> None:
     if _given_prefix(tokenizer):
         tokenizer.chat_template = tokenizer.chat_template.rpartition(_PREFIX_START)[0]
     _opening.cache_clear()
+    _generation_prompt.cache_clear()
     if not prefix:
         return
     with suppress(Exception):  # whatever a template raises: it may want other messages

@@ -76,7 +76,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
         raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
-    if ends := unknown_end(tokenizer, end_of_turn_ids):
+    if (ends := unknown_end(tokenizer, end_of_turn_ids)) is not None:
         own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
         say(
             f"--model {shown(config.model)}: the chat template ends an answer with {printable(repr(ends), 60)}, but "
