@@ -36,7 +36,8 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
         _check_thoughts(tokenizer, messages, tools)
         return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
     except ValueError as error:
-        hint = "; if it knows no system turn: --system-prompt ''" if messages[0]["role"] == "system" else ""
+        first = messages[0] if messages and isinstance(messages[0], dict) else {}
+        hint = "; if it knows no system turn: --system-prompt ''" if first.get("role") == "system" else ""
         raise UserError(f"{error}{hint}") from error
 
 
@@ -170,6 +171,8 @@ def _normal_row(messages: list[dict], tools: object = None) -> tuple[list[dict],
     """Messages and tools in the form that is rendered; ValueError if a call or a tool is malformed."""
     normal = []
     for position, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {position} is not an object with a role")
         entry = {key: value for key, value in message.items() if value is not None or key == "content"}
         try:
             if calls := _decoded(entry.pop("tool_calls", None), list, "tool_calls"):
