@@ -185,7 +185,7 @@ def _normal_row(messages: list[dict], tools: object = None) -> tuple[list[dict],
 
 
 def _normal_call(call: object) -> dict:
-    call = _without_nulls(_decoded(call, dict, "a call"))
+    call = _without_nulls(_decoded(call, dict, "a call") or {})
     function = call.get("function", call)
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
         raise ValueError("a call has no name")
@@ -199,7 +199,7 @@ def _decoded(value: object, kind: type, name: str) -> object:
     given = value
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            value = json.loads(value or "null")
+            value = json.loads(value.strip() or "null")
     if value is not None and not isinstance(value, kind):
         raise ValueError(f"{name}: {str(given)[:80]!r} is not a JSON {'list' if kind is list else 'object'}")
     return value
@@ -244,8 +244,7 @@ def _with_text(message: dict) -> dict:
 
 # What a template makes of answers -------------------------------------------------------------------------------------
 
-# a thought at the end of a generation prompt
-_THOUGHT_TAG = r"(?:think|thought|reason)\w*"
+_THOUGHT_TAG = r"(?:think|thought|reason)\w*"  # below: a thought that a generation prompt opens, and may close
 _OPENING = re.compile(rf"(?:<({_THOUGHT_TAG})>\s*)?(</{_THOUGHT_TAG}>\s*)?\Z")
 
 

@@ -335,6 +335,17 @@ def test_what_follows_the_end_of_turn_may_change(bundled):
     assert masked(tokenizer, ids, mask) == "b<|im_end|>d<|im_end|>"
 
 
+def test_the_header_of_a_turn_is_never_learned(bundled):
+    """Gemma 4's generation prompt has none after the turn of a tool, where the rendered turn has one."""
+    tokenizer = with_template(
+        bundled, CHATML.replace("add_generation_prompt", "add_generation_prompt and messages[-1].role != 'tool'")
+    )
+    messages = [user("a"), assistant("b"), {"role": "tool", "content": "c"}, assistant("d")]
+    ids, mask = encode_chat(tokenizer, messages, [bundled.eos_token_id])
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert masked(tokenizer, ids, mask) == "b<|im_end|>d<|im_end|>"
+
+
 @pytest.mark.parametrize(("opening", "content", "prompt_ends", "learned"), [
     ("<think>\n", THOUGHT, "<think>\n", THOUGHT.removeprefix("<think>\n")),
     ("<think>\n", "<think>16</think>27", "<think>\n", "16</think>27"),
