@@ -31,7 +31,7 @@ from tool_examination import examine_tools
 from tool_lessons import renew_collapsed_embeddings, tool_conversations
 from warm_start import conversations
 
-from common.chat import encode_chat
+from common.chat import encode_chat, with_remedy
 from common.errors import UserError
 from common.evaluate import evaluate
 from common.experience import Experience, collate
@@ -45,6 +45,7 @@ from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.context import check_prompts, context_length
 from harness.data.data import read_rows
+from harness.data.thoughts import tell_of_openings
 from harness.models.loading import load_policy, make_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
@@ -148,12 +149,9 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
     emphasis = EMPHASIS if config.lessons == "countdown" else {}
     for index, row in enumerate(rows):
         try:
-            tools = row.get("tools")
-            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-                raise ValueError('"tools" is not a list of JSON schemas')
-            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, tools)
+            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, row.get("tools"))
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{source}, row {index + 1}: {error}") from error
+            raise UserError(f"{source}, row {index + 1}: {with_remedy(error)}") from error
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
             weights = token_weights(policy.tokenizer, ids, mask, emphasis) if emphasis else []
             encoded.append(WeightedRow(ids, mask.index(1), mask, [0.0] * len(ids), index, weights=weights))
@@ -161,6 +159,7 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
         say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
     if rows and not encoded:
         raise UserError(f"{source}: no row is left to learn from")
+    tell_of_openings(policy.tokenizer, encoded)
     return encoded
 
 

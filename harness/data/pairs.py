@@ -10,7 +10,7 @@ numbers, and equal ones are a tie.
 from collections import Counter
 from typing import NamedTuple
 
-from common.chat import encode_chat
+from common.chat import THOUGHTS, encode_chat, with_remedy
 from common.errors import UserError
 from common.experience import collate
 from common.logprobs import token_log_probs
@@ -27,7 +27,7 @@ from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
 from harness.data.schemas import as_turns
-from harness.data.thoughts import answer_of, read_format
+from harness.data.thoughts import answer_of, read_format, tell_of_openings
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
 HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"
@@ -89,23 +89,23 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
     tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first, context = [], Counter(), {}, context_length(policy)
     for index, row in enumerate(rows):
-        prompt, messages, problem = _read_pair(row)
-        answers = [message["content"] for message in messages]
-        styles = [row.get(f"style_{name}", THOUGHT in answer) for name, answer in zip(NAMES, answers, strict=True)]
+        prompt, turns, problem = _read_pair(row)
+        reasoned = [THOUGHT in turn["content"] or any(map(turn.get, THOUGHTS)) for turn in turns]
+        styles = [row.get(f"style_{name}", default) for name, default in zip(NAMES, reasoned, strict=True)]
         if tags is not None:
-            answers = [answer_of(answer, tags) or "" for answer in answers]
-            messages = [{"role": "assistant", "content": answer} for answer in answers]
+            shown_turns = [{key: turn[key] for key in turn if key not in THOUGHTS} for turn in turns]
+            turns = [turn | {"content": answer_of(turn["content"], tags) or ""} for turn in shown_turns]
         encoded = []
         if problem is not None:
             pass
-        elif not all(answer.strip() for answer in answers):
+        elif not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
             problem = "an empty answer"
-        elif answers[0] == answers[1]:
+        elif turns[0] == turns[1]:
             problem = "two equal answers"
         elif row.get("score_chosen") is not None and row.get("score_chosen") == row.get("score_rejected"):
             problem = "a tie"
         else:
-            encoded = [_encode(row, prompt, message, index, policy) for message in messages]
+            encoded = [_encode(row, [*prompt, turn], index, policy) for turn in turns]
             longest = max(len(trajectory.ids) for trajectory in encoded)
             if longest > config.max_length:
                 problem = f"more than --max-length {config.max_length} tokens"
@@ -116,13 +116,15 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
             first.setdefault(problem, row.place)
             continue
         for position, trajectory in enumerate(encoded):
-            trajectory.completion_index, trajectory.text = position, answers[position]
+            trajectory.completion_index, trajectory.text = position, turns[position]["content"]
             trajectory.question, trajectory.rewards = prompt[-1]["content"], {"chosen": 1.0 - position}
         pairs.append(Pair(*encoded, styles[0] == styles[1]))
     for problem, count in left_out.items():
         say(f"{count} of {len(rows)} pairs left out: {problem} (the first: {first[problem]})")
     if not pairs:
         raise UserError(f"{shown(source)}: no pair is left")
+    if isinstance(policy, Policy):  # a reward model samples nothing
+        tell_of_openings(policy.tokenizer, [row for pair in pairs for row in pair.rows])
     return pairs
 
 
@@ -130,12 +132,14 @@ def _read_pair(row: Row) -> tuple[list[dict], list[dict], str | None]:
     """The messages of the prompt, those of the two answers, and why the pair is left out, if it is."""
     prompt, answers, histories = as_turns(row["prompt"], "user"), [], []
     for name in NAMES:
-        *before, answer = as_turns(row[name], "assistant") or [{}]
-        if answer.get("role") != "assistant" or not isinstance(answer.get("content"), str):
+        *before, last = as_turns(row[name], "assistant") or [{}]
+        beside = {key: last[key] for key in (*THOUGHTS, "tool_calls") if last.get(key)}
+        content = last.get("content") or ("" if "tool_calls" in beside else last.get("content"))
+        if last.get("role") != "assistant" or not isinstance(content, str):
             raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
         if before:  # a complete conversation, or one that goes on from the prompt
             histories.append([*prompt, *before] if before[0]["role"] == "assistant" else before)
-        answers.append(answer | {"weight": 1})
+        answers.append({"role": "assistant", "content": content} | beside)
     history = max([prompt, *histories], key=len)  # the prompt may be its first question, or lack its system turn
     said, asked, *others = [list(map(_said, turns)) for turns in (history, prompt, *histories)]
     is_one = all(other == said for other in others) and asked in (said[: len(asked)], said[len(said) - len(asked) :])
@@ -149,12 +153,11 @@ def _said(turn: dict) -> dict:
     return {key: str(value).strip() for key, value in turn.items() if value is not None and key != "weight"}
 
 
-def _encode(row: Row, prompt: list[dict], answer: dict, index: int, policy: Policy | RewardModel) -> Trajectory:
-    messages = [*prompt, answer]
+def _encode(row: Row, messages: list[dict], index: int, policy: Policy | RewardModel) -> Trajectory:
     try:
-        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
+        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids, row.get("tools"))
     except ValueError as error:
-        raise UserError(f"{row.place}: {error}") from error
+        raise UserError(f"{row.place}: {with_remedy(error)}") from error
     return Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=index, finish_reason="given")
 
 

@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from common.chat import opened_thought
 from common.errors import UserError
+from common.trajectory import Trajectory
+
+from harness.base.terminal import say
 
 
 class ThoughtFormat(NamedTuple):
@@ -69,6 +73,19 @@ def answer_of(text: str, tags: ThoughtFormat, strict: bool = False) -> str | Non
         if begun:
             answer = inner.partition(tags.answer_ends)[0]
     return answer.strip() or None
+
+
+def tell_of_openings(tokenizer, rows: list[Trajectory]) -> None:
+    """Say how many answers do not begin where the policy will, since the chat template opens a thought for it."""
+    opening = opened_thought(tokenizer)
+    if not opening:
+        return
+    prompts = (tokenizer.decode(row.ids[: row.prompt_length][-64:]) for row in rows)
+    if count := sum(not prompt.endswith(opening) for prompt in prompts):
+        say(
+            f"{count} of {len(rows)} rows do not continue {opening!r}, which ends the prompt when the policy samples: "
+            "they are learned as the chat template renders them. --chat-template takes one that does not write it"
+        )
 
 
 def _is_well_formed(text: str, tags: ThoughtFormat) -> bool:

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from common.chat import begin_completions
+from common.chat import begin_completions, unknown_end
 from common.errors import UserError
 from common.fast.cache import RowCache
 from common.fast.matmul import use_fast_products
@@ -78,6 +78,13 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
         raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
+    if (ends := unknown_end(tokenizer, end_of_turn_ids)) is not None:
+        own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
+        say(
+            f"--model {shown(config.model)}: the chat template ends an answer with {printable(repr(ends), 60)}, but "
+            f"only {own} ends a completion, so that completions run to their limit: give a base model another template "
+            "(--chat-template recipes/base_model.jinja), or take an instruction-tuned model"
+        )
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)

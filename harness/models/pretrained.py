@@ -98,7 +98,7 @@ def set_template(tokenizer, config: ModelConfig) -> None:
     if tokenizer.chat_template is None:
         raise UserError(
             f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
-            "--chat-template FILE (Jinja), or use an instruction-tuned model"
+            "--chat-template FILE (Jinja; recipes/base_model.jinja is one), or use an instruction-tuned model"
         )
 
 

@@ -8,9 +8,13 @@ import json
 import re
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -568,3 +572,104 @@ def test_a_template_whose_tools_only_answer_calls_is_used():
     tokenizer = with_template(ONLY_AFTER_CALLS.replace("CALL", MISTRAL_CALL))
     with pytest.raises(UserError, match=r"^the chat template writes a tool call as '\[TOOL_CALLS\] [^\n]*$"):
         check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))
+
+
+# Rows of tools --------------------------------------------------------------------------------------------------------
+
+OFFERED = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+TOOL_TEMPLATES = {
+    "bundled": None,
+    "Qwen2.5": QWEN_TEMPLATE,
+    "Llama 3.1": LLAMA_TEMPLATE.replace("<|eot_id|>", "<|im_end|>"),
+    "Hermes": OFFERED + ONLY_AFTER_CALLS.replace("CALL", HERMES_CALL),
+    "Mistral": OFFERED + ONLY_AFTER_CALLS.replace("CALL", MISTRAL_CALL),
+    "Qwen3": QWEN_TEMPLATE.replace(
+        "{%- if message.content %}", "{{- '\\n<think>\\n\\n</think>' if message.tool_calls }}{%- if message.content %}"
+    ),
+    "DeepSeek-V3": QWEN_TEMPLATE.replace("(call.function.arguments | tojson)", "call.function.arguments"),  # wants text
+}
+
+
+def tool_row(name: str, arguments: dict) -> dict:
+    """As JSONL has it: no key is null, and arguments are an object."""
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+    parameters |= {"required": list(arguments)} if arguments else {}
+    call = {"id": "callabcde", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "tools": [{"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}],
+        "messages": [
+            {"role": "user", "content": f"Use {name}, please."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "17", "name": name, "tool_call_id": "callabcde"},
+            {"role": "assistant", "content": "<answer>17</answer>"},
+        ],
+    }
+
+
+TOOL_ROWS = [
+    tool_row("calculator", {"expression": "8+9"}),
+    tool_row("search", {"query": "a town", "filters": [{"kind": "city"}, {"year": 1900}], "of": {"lang": "é"}}),
+    tool_row("clock", {}),
+]
+
+
+def from_parquet(rows: list[dict], path: Path) -> list[dict]:
+    pq.write_table(pa.Table.from_pylist(rows), path / "rows.parquet")
+    return pq.read_table(path / "rows.parquet").to_pylist()
+
+
+def from_json(rows: list[dict], path: Path) -> list[dict]:
+    (path / "rows.json").write_text(json.dumps(rows))
+    return list(datasets.Dataset.from_json(str(path / "rows.json"), cache_dir=str(path)))
+
+
+def as_text(rows: list[dict], _: Path) -> list[dict]:
+    """OpenAI's form, and what people store beside it: JSON in a string, and nothing where there are no arguments."""
+    rows = json.loads(json.dumps(rows))
+    for row in rows:
+        turn = row["messages"][1]
+        function = turn["tool_calls"][0]["function"]
+        function["arguments"] = json.dumps(function["arguments"]) if function["arguments"] else ""
+        turn["content"], row["tools"] = None, json.dumps(row["tools"])
+    del rows[2]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "source", [from_parquet, from_json, as_text, lambda rows, _: list(datasets.Dataset.from_list(rows))]
+)
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_all_sources_give_the_same_tool_rows(name, source, tmp_path):
+    """Byte for byte what the template makes of the JSONL; Arrow gives each row the keys of all rows, as nulls."""
+    tokenizer = with_template(TOOL_TEMPLATES[name] or AutoTokenizer.from_pretrained(TINY_POLICY).chat_template)
+    for row, plain in zip(source(TOOL_ROWS, tmp_path), json.loads(json.dumps(TOOL_ROWS)), strict=True):
+        ids, mask = encode_chat(tokenizer, row["messages"], [tokenizer.eos_token_id], row["tools"])
+        if name == "DeepSeek-V3":
+            function = plain["messages"][1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        expected = tokenizer.apply_chat_template(plain["messages"], tools=plain["tools"], tokenize=False)
+        assert tokenizer.decode(ids) == expected
+        assert "null" not in expected
+        assert sum(mask) > 10
+        prompt = encode_prompt(tokenizer, row["messages"][:3], row["tools"])
+        assert prompt == encode_prompt(tokenizer, plain["messages"][:3], plain["tools"])
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"arguments": "8+9"}, r"message 1: arguments of calculator: '8\+9' is not a JSON object"),
+    ({"arguments": "[1]"}, "message 1: arguments of calculator: .* is not a JSON object"),
+    ({"arguments": [1]}, "message 1: arguments of calculator: .* is not a JSON object"),
+    ({"name": None}, "message 1: a call has no name"),
+])  # fmt: skip
+def test_a_malformed_call_of_a_row_is_refused(change, problem):
+    row = json.loads(json.dumps(TOOL_ROWS[0]))
+    row["messages"][1]["tool_calls"][0]["function"] |= change
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    with pytest.raises(ValueError, match=f"^{problem}$"):
+        encode_chat(tokenizer, row["messages"], [tokenizer.eos_token_id], row["tools"])
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    tokenizer = with_template(CHATML)
+    with pytest.raises(ValueError, match=r"^the chat template leaves out the tools: .*--chat-template"):
+        encode_chat(tokenizer, TOOL_ROWS[0]["messages"], [tokenizer.eos_token_id], TOOL_ROWS[0]["tools"])

@@ -67,6 +67,23 @@ def load(save_model) -> Callable[..., Policy]:
     return lambda config, **settings: load_policy(PolicyConfig(model=save_model(config), device="cpu", **settings))
 
 
+@pytest.mark.parametrize("template", [None, "recipes/base_model.jinja"])
+def test_a_base_model_whose_completions_would_never_end_is_told_of(save_checkpoint, tmp_path, capsys, template):
+    """As Qwen2.5's: the template ends a turn with <|im_end|>, and the model with <|endoftext|>."""
+    path = save_checkpoint("qwen2", tmp_path / "model")
+    load_plain(path)
+    assert "ends an answer with" not in capsys.readouterr().out
+    for name, own in (("tokenizer_config.json", "<|endoftext|>"), ("generation_config.json", 256)):
+        fields = json.loads((path / name).read_text())
+        assert fields["eos_token" if isinstance(own, str) else "eos_token_id"] != own
+        fields["eos_token" if isinstance(own, str) else "eos_token_id"] = own
+        (path / name).write_text(json.dumps(fields))
+    load_plain(path, chat_template=template and str(ROOT / template))
+    said = capsys.readouterr().out
+    sentence = "the chat template ends an answer with '<|im_end|>', but only <|endoftext|> ends a completion"
+    assert (sentence in said, "recipes/base_model.jinja" in said) == (template is None, template is None)
+
+
 def with_dropout(name: str):
     """GPT-2 has modules for its dropout; Llama's attention has a number."""
     if name == "gpt2":

@@ -153,6 +153,50 @@ def test_a_hidden_thought_is_not_in_the_rows_but_decides_on_the_style(load, toke
     assert load(ROW | thought | named)[0].same_style
 
 
+KEEPS_LAST_THOUGHT = """\
+{%- for m in messages %}{%- set kept = m.content if loop.last else m.content.split('</think>')[-1] %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}{{- kept + '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def test_the_template_may_drop_earlier_thoughts(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", KEEPS_LAST_THOUGHT)
+    thought = "<think>1+1=2</think><answer>2</answer>"
+    before = [{"role": "user", "content": "Add 1 and 1."}, {"role": "assistant", "content": thought}]
+    answers = {"chosen": thought.replace("2<", "3<"), "rejected": "<think>?</think>4"}
+    (pair,) = load(ROW | {"prompt": [*before, {"role": "user", "content": "And 1?"}]} | answers)
+    for row, answer in zip(pair.rows, answers.values(), strict=True):
+        text, learned = text_of(tokenizer, row)
+        assert (text.count("1+1=2"), learned) == (answer.count("1+1=2"), answer + "<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_a_thought_beside_the_answer_is_rendered_or_refused(load, tokenizer, name, monkeypatch):
+    """It makes two pairs of equal contents different, and decides on the style; a judge of answers does not see it."""
+    turn = {"role": "assistant", "content": "3"}
+    row = ROW | {"chosen": [turn | {name: "1+2=3"}], "rejected": [turn]}
+    with pytest.raises(UserError, match=rf"pairs.jsonl:1: the chat template leaves out the {name} of .*<think>"):
+        load(row)
+    (hidden,) = load(row | {"rejected": "4"}, answer_begins="</think>")
+    assert text_of(tokenizer, hidden.chosen)[1] == "3<|im_end|>"
+    monkeypatch.setattr(tokenizer, "chat_template", KEEPS_LAST_THOUGHT)
+    (pair,) = load(row)
+    assert [text_of(tokenizer, some)[1] for some in pair.rows] == ["<think>1+2=3</think>3<|im_end|>", "3<|im_end|>"]
+    assert not pair.same_style
+
+
+def test_calls_and_tools_of_pairs_are_read(load, tokenizer):
+    tool = {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}
+    call = {"function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    row = {"chosen": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool]}
+    (pair,) = load(ROW | row)
+    text, learned = text_of(tokenizer, pair.chosen)
+    assert "Tools: add(a, b)" in text
+    assert learned == '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
+
+
 def test_the_bundled_pairs_are_about_other_questions_than_the_held_out_ones(load_script):
     """And both about others than those that a policy is evaluated on."""
     train = load_script("experiment_reward_model/train.py")
