@@ -32,11 +32,11 @@ from pathlib import Path
 
 import httpx2
 import tyro
+from question_templates import MAX_ANSWER_WORDS, Draft, Templates, find_fault, normalise
 
 from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
-from experiment_multiturn_qa.question_templates import MAX_ANSWER_WORDS, Draft, Templates, find_fault, normalise
 
 from harness.base.checks import is_text, local_path
 from harness.base.config import Count, Positive, Seed, shown

@@ -212,7 +212,7 @@ def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, c
     judge = load_script("experiment_reward_model/train.py")
     model = new_reward_model(judge.Config(device="cpu", dtype="float32", attn_implementation="sdpa"))
     torch.nn.init.zeros_(model.model.score.weight)
-    pairs, _ = load_pairs(config, model)
+    pairs, _ = load_pairs(config, model, read_pairs(config))
     settings = judge.Config(pairs_per_step=3, micro_batch_size=3)
     batch = collate([row for pair in pairs[:3] for row in pair.rows], model.pad_id)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

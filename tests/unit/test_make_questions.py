@@ -14,10 +14,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from question_templates import Draft, Templates, find_fault
 from run_files import read_lines, write_rows
 
 from common.errors import UserError
-from experiment_multiturn_qa.question_templates import Draft, Templates, find_fault
 
 from harness.search.documents import Document, read_corpus
 

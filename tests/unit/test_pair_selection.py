@@ -132,10 +132,9 @@ def test_training_reads_the_pairs(script, flags):
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     make(script, [*some_rows(1), scored(response("x", 1.0), response("y", 0.0), index=1, prompt=prompt)], *flags)
     first, second = read_rows("out/pairs.jsonl", FIELDS)
-    assert _read_pair(first) == ([{"role": "user", "content": "Question 0?"}], ["a", "b"])
-    messages, answers = _read_pair(second)
-    assert [turn["content"] for turn in messages] == ["a", "b", "c"]
-    assert answers == ["x", "y"]
+    for row, history, answers in ((first, ["Question 0?"], ["a", "b"]), (second, ["a", "b", "c"], ["x", "y"])):
+        *read, problem = [[turn["content"] for turn in turns] for turns in _read_pair(row)[:2]] + [_read_pair(row)[2]]
+        assert (*read, problem) == (history, answers, None)
 
 
 @pytest.mark.parametrize(("rows", "reason"), [
