@@ -237,6 +237,7 @@ def test_an_experiment_of_one_process_names_no_other_algorithm(load_script, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.syspath_prepend(ROOT / f"experiment_{experiment}")  # for the files beside it
     flags = ["--eval-prompts", "2", "--device", "cpu", "--runs-dir", str(tmp_path)]
+    flags += [f"--num-{lesson}=1" for lesson in ("copying", "reasoning", "answering") if experiment == "sft"]
     with pytest.raises(UserError, match=f"^experiment_{experiment} trains in one process, but 2 were") as caught:
         load_script(f"experiment_{experiment}/train.py").main(flags)
     assert "start it with python" in str(caught.value)
