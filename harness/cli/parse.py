@@ -177,10 +177,10 @@ def _other_way(run: Path, changed: str) -> str:
     newest = max(run.glob("checkpoints/step_*[0-9]"), key=lambda path: (len(path.name), path.name), default=None)
     if changed == "steps":
         return "Ctrl-C ends it earlier" + (f", and its newest weights are in {shown(newest)}" if newest else "")
-    model = f" --model {shlex.quote(shown(newest))}" if newest and changed != "model" else ""
-    weights = " and newest weights" if model else ""
-    settings = shlex.quote(shown(run / "config.json"))
-    return f"a new run takes its settings{weights}: --config {settings}{model} {flag(changed)} ..."
+    what, flags = "settings", f"--config {shlex.quote(shown(run / 'config.json'))}"
+    if newest and changed != "model":
+        what, flags = f"{what} and newest weights", f"{flags} --model {shlex.quote(shown(newest))}"
+    return f"a new run takes its {what}: {flags} {flag(changed)} ..."
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:

@@ -131,8 +131,8 @@ class Run:
 
     def _tell_functions(self, num_done: int) -> None:
         """Keep the `trainer_state` of reward functions."""
-        if self.task is not None and self.task.functions is not None:
-            self.task.functions.state.global_step, self.task.functions.state.max_steps = num_done, self._last_step
+        if self.task is not None and (functions := self.task.functions) is not None:
+            functions.state.global_step, functions.state.max_steps = num_done, self._last_step
 
     def _set_learning_rate(self, step: int) -> None:
         """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""
@@ -175,13 +175,13 @@ class Run:
         return name in metrics and compare(metrics[name], number)
 
     def _check_target(self, step: int, metrics: dict[str, float]) -> None:
-        """End training at the target of `--stop-when`; say so, too, where no step so far has its metric."""
+        """End training at the target of `--stop-when`, or say that a step that ought to have its metric has none."""
         if self._target is None or (step and "time/step" not in metrics):  # the evaluation after training
             return
         name, when = self._target[0], f"--stop-when {printable(self.config.stop_when, 60)}"
-        first = 0 if name.startswith("eval/") else 1  # the evaluation before training has all names of evaluations
-        if step == first and name not in metrics:
+        if step in ((0, self.config.eval_every) if name.startswith("eval/") else (1,)) and name not in metrics:
             self.tell(f"{when}: step {step} has no such metric; metrics.jsonl has all names")
+            self._target = None
         if on_main(lambda: self._reaches(metrics)):  # costs differ among processes
             self._is_reached = True
             self.tell(f"step {step}: {name} is {metrics[name]:.4g}: training ends ({when})")
