@@ -73,20 +73,18 @@ def draw(experiment: str, panels: Sequence[str], also: dict[str, str], figure: P
         f"{experiment}, from a second warm start": (experiment, "second_policy_seed"),
     }
     places |= {label: (experiment, prefix) for prefix, label in also.items()}
-    parent = parent_of(experiment)
-    while parent and not kept(parent, "seed"):
-        parent = parent_of(parent)
+    parent, of_parent = experiment, []
+    while not of_parent and (parent := parent_of(parent)):
+        of_parent = kept(parent, "seed")
     groups = {label: kept(*place) for label, place in places.items()} | own
-    tasks = [{run.config.get("task") for run in runs} for runs in (kept(parent, "seed"), *groups.values()) if runs]
-    if parent and all(task == tasks[0] for task in tasks):
-        groups = {parent: kept(parent, "seed")} | groups
+    if len({run.config.get("task") for runs in (of_parent, *groups.values()) for run in runs}) == 1:
+        groups = {parent: of_parent} | groups
     draw_comparison({label: runs for label, runs in groups.items() if runs}, figure, panels)
 
 
-def kept(experiment: str | None, prefix: str) -> list[Run]:
+def kept(experiment: str, prefix: str) -> list[Run]:
     """The kept runs of an experiment whose names begin so."""
-    results = read_runs(ROOT / experiment / "results") if experiment else {}
-    return [run for name, run in results.items() if name.startswith(prefix)]
+    return [run for name, run in read_runs(ROOT / experiment / "results").items() if name.startswith(prefix)]
 
 
 def parent_of(experiment: str) -> str | None:

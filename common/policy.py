@@ -66,8 +66,7 @@ class Policy(nn.Module):
         To decide again would forget that the rows of this model are padded, for example.
         """
         nn.Module.__init__(self)
-        own = {*vars(self)}
-        vars(self).update({name: value for name, value in vars(policy).items() if name not in own})
+        vars(self).update(vars(policy) | vars(self))
         self.model = policy.model
 
     @property

@@ -10,7 +10,9 @@ trap, 1 with one, 2 if the file or one of its functions cannot be examined.
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import tyro
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from doctor.apart import examine_apart
-from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Report, number
+from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, Report, number
 
 STYLES = {OK: "green", TRAP: "bold red", NOTE: "yellow", NOT_EXAMINED: "dim"}
 
@@ -55,7 +57,7 @@ def print_report(report: Report, console: Console) -> None:
     for function, findings in report.functions.items():
         if findings:
             console.print(f"\n{function}")
-        for finding in findings:
+        for finding in _joined(findings):
             status = "-" if finding.status == NOT_EXAMINED else finding.status
             head, lines = f"  {status:<4}  {finding.check:<{longest}}  ", [finding.sentence]
             if finding.status == TRAP and finding.expected is not None and finding.got is not None:
@@ -76,6 +78,17 @@ def print_report(report: Report, console: Console) -> None:
     traps, notes, ok = (report.count(status) for status in (TRAP, NOTE, OK))
     counts = f"{traps} trap{'s' * (traps != 1)}, {notes} note{'s' * (notes != 1)}, {ok} ok"
     console.print(f"\n{counts}, {num_not_examined} not examined", style=STYLES[TRAP if traps else OK])
+
+
+def _joined(findings: list[Finding]) -> Iterator[Finding]:
+    """One entry for successive checks that are not examined for the same reason."""
+    for (status, sentence), same in groupby(findings, key=lambda finding: (finding.status, finding.sentence)):
+        same = list(same)
+        checks = [finding.check for finding in same]
+        if status == NOT_EXAMINED and len(checks) > 1:
+            yield Finding(f"{len(checks)} checks", status, f"{sentence} They are: {', '.join(checks)}.")
+        else:
+            yield from same
 
 
 def _hanging(head: str, lines: list[str], width: int) -> str:

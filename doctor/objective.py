@@ -69,9 +69,7 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
     if not agree(before, after):
         shape.why_not = "its ratio is of a sequence"
-        sentence = (
-            "The ratio is of a sequence (as in GSPO), not of a token, so that no curve of a token shows its clip."
-        )
+        sentence = "The ratio is of a sequence (as in GSPO), not of a token: no curve of a token shows its clip."
         yield Finding("clip", NOT_EXAMINED, sentence)
         return
     curves = _curves(loss)

@@ -42,12 +42,7 @@ def textbook_loss(module: ModuleType) -> Callable:
         return module.policy_loss(config, log_probs, Experience(**given), *(settings[name] for name in counts))
 
     signature = inspect.signature(policy_loss)
-    tensors = [
-        each.replace(default=each.empty)
-        for each in signature.parameters.values()
-        if counts or each.name != "advantages"
-    ]
-    tensors.pop()  # the settings
+    tensors = [each.replace(default=each.empty) for each in signature.parameters.values()][: 5 if counts else 4]
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*flags, *counts)]
     policy_loss.__signature__ = signature.replace(parameters=[*tensors, *more])
     return policy_loss

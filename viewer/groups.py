@@ -170,17 +170,16 @@ def _content(run: Run, name: str) -> object:
 
 
 def _value(run: Run, name: str) -> str:
-    text = str(run.config[name])
+    value = run.config[name]
+    text = (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
     return text if len(text) <= 24 else f"...{text[-21:]}"
 
 
 def setting(runs: list[Run], name: str) -> str:
     """The values of a setting in a group; of a file that changed, with the beginning of its checksum."""
-    contents = dict.fromkeys(
-        _value(run, name) + (f" ({content[:6]})" if (content := _content(run, name)) != run.config[name] else "")
-        for run in runs
-    )
-    return ", ".join(contents)
+    contents = [(_value(run, name), run.config[name], _content(run, name)) for run in runs]
+    found = [text if content == value else f"{text} ({content[:6]})" for text, value, content in contents]
+    return ", ".join(dict.fromkeys(found))
 
 
 def updates_per_step(runs: list[Run]) -> str:

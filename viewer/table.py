@@ -164,8 +164,7 @@ def print_table(rows: Groups, left_out: list[str]) -> None:
     has_accuracy = all(cell(runs) != MISSING for cell in ACCURACY.values() for runs in rows.values())
     parts: list[Columns] = []
     different = [name for name in differences([run for runs in rows.values() for run in runs]) if name != "steps"]
-    settings = ({plain(name): partial(setting, name=name) for name in different[start : start + 5]}
-                for start in range(0, len(different), 5))  # fmt: skip
+    settings = [{plain(name): partial(setting, name=name)} for name in different]
     for part in (ACCURACY, SAMPLED, {} if has_accuracy else REWARD, LENGTH, COST, *settings):
         part = {heading: cell for heading, cell in part.items() if any(cell(runs) != MISSING for runs in rows.values())}
         wider = _table(rows, (parts[-1] if parts else {}) | part, console.width)

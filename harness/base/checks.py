@@ -68,14 +68,11 @@ def parse_target(text: str | None) -> tuple[str, Callable[[float, float], bool],
     """
     if text in (None, "over-optimised"):
         return None
-    match = re.fullmatch(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([^\s<>=]+)\s*", text)
+    match = re.fullmatch(r"\s*([^\s<>=]+)\s*([<>]=?)\s*([^\s<>=]+)\s*", text)
+    compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
     with suppress(ValueError):
         if match and math.isfinite(number := float(match[3])):
-            return (
-                match[1],
-                {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}[match[2]],
-                number,
-            )
+            return match[1], compare[match[2]], number
     raise UserError(
         f"--stop-when {printable(text, 60)}: this is neither over-optimised nor a metric and a value in quotes, like "
         '"eval/greedy/accuracy>=0.9"'
@@ -167,14 +164,15 @@ def _check_training(config: PolicyConfig) -> None:
             f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round its "
             "changes away: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
-    if getattr(config, "keep_best", None):
+    target = parse_target(getattr(config, "stop_when", None))
+    needs = {"--keep-best": getattr(config, "keep_best", None), "--stop-when": target and target[0].startswith("eval/")}
+    for name in (name for name, is_given in needs.items() if is_given):
         steps = getattr(config, "steps", math.inf) if getattr(config, "epochs", None) is None else math.inf
         if not 0 < config.eval_every <= steps:
             raise UserError(
-                f"--keep-best compares evaluations, and --eval-every {config.eval_every} makes none during training: "
+                f"{name} compares evaluations, and --eval-every {config.eval_every} makes none during training: "
                 "give a number from 1 to --steps"
             )
-    parse_target(getattr(config, "stop_when", None))
     if getattr(config, "steps_ahead", 0) and config.epochs is not None:
         raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
     if getattr(config, "tools", None) and not config.tool:

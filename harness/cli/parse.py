@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from itertools import permutations
 from pathlib import Path
 from typing import get_type_hints
 
@@ -26,14 +27,9 @@ from harness.run.machine import with_threads
 from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
 from harness.run.signals import may_say_why
 
-# Of flags: of TRL, and of evaluate.py and the experiments, which name how many questions they ask
+# Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
 OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
-OTHER_NAMES += (
-    ("limit", "max-prompts"),
-    ("max-prompts", "limit"),
-    ("limit", "max-pairs"),
-    ("max-prompts", "max-pairs"),
-)
+OTHER_NAMES += tuple(permutations(("limit", "max-prompts", "max-pairs"), 2))
 
 
 def parse_config(
@@ -181,10 +177,10 @@ def _other_way(run: Path, changed: str) -> str:
     newest = max(run.glob("checkpoints/step_*[0-9]"), key=lambda path: (len(path.name), path.name), default=None)
     if changed == "steps":
         return "Ctrl-C ends it earlier" + (f", and its newest weights are in {shown(newest)}" if newest else "")
-    model = f" --model {shlex.quote(shown(newest))}" if newest and changed != "model" else ""
-    weights = " and newest weights" if model else ""
-    settings = shlex.quote(shown(run / "config.json"))
-    return f"a new run takes its settings{weights}: --config {settings}{model} {flag(changed)} ..."
+    what, flags = "settings", f"--config {shlex.quote(shown(run / 'config.json'))}"
+    if newest and changed != "model":
+        what, flags = f"{what} and newest weights", f"{flags} --model {shlex.quote(shown(newest))}"
+    return f"a new run takes its {what}: {flags} {flag(changed)} ..."
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:

@@ -37,12 +37,9 @@ def fixed_length(config) -> float:
     """
     settings, lengths = config.get_text_config(), [math.inf]
     rope = getattr(settings, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # some models have a dictionary for each kind of layer
-        kind = part.get("rope_type") if isinstance(part, dict) else None
-        if kind == "longrope":
-            lengths.append(part["original_max_position_embeddings"])
-        elif kind == "dynamic":
-            lengths.append(settings.max_position_embeddings)
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # some have one for each kind of layer
+    lengths += [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]
+    lengths += [settings.max_position_embeddings for part in parts if part.get("rope_type") == "dynamic"]
     return min(lengths)
 
 

@@ -118,11 +118,10 @@ def _text(name: str, value: str) -> str:
         return STAND_INS.get(name, "URL")
     if name in TEXTS:
         return visible(value)  # whole, with its line breaks
+    if name in PLACES or any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath)):
+        return place(name, value)
     label, is_pair, source = value.partition("=")  # of --eval-sets
-    if is_pair:
-        return f"{printable(label, 100)}={_text(name, source)}"
-    is_path = any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath))
-    return place(name, value) if name in PLACES or is_path else printable(value, 2000)
+    return f"{printable(label, 100)}={_text(name, source)}" if is_pair else printable(value, 2000)
 
 
 def place(name: str, value: str) -> str:

@@ -57,10 +57,9 @@ class Diagnosis:
         return of(values) if len(values) == count else math.nan
 
     def _is_constant(self, reward: str) -> bool:
-        """Whether a trained-on reward has had one value in ten steps."""
-        values = {entry.get(f"reward/{reward}", math.nan) for entry in self._history[-10:]}
-        is_trained_on = "teacher/kl" not in self._history[-1]
-        return is_trained_on and self._mean(f"reward_std/{reward}", 10, max) == 0 and len(values) == 1
+        """Whether a reward that is trained on has had one value in ten steps."""
+        spread = self._mean(f"reward/{reward}", 10, lambda means: max(means) - min(means))
+        return spread == self._mean(f"reward_std/{reward}", 10, max) == 0 and "teacher/kl" not in self._history[-1]
 
     def _over_optimised(self) -> tuple[int, float, float, tuple[float, float]] | None:
         """The step of the best held-out accuracy, it, the newest, and both scores, if these rose while it fell."""
@@ -88,10 +87,10 @@ class Diagnosis:
                 f"{share:.0%} of the groups have returns below 0, where a mean is no success rate: MaxRL measures them "
                 "from the lowest of the group; rewards of 0 and 1 keep its objective (--reward-weight, or the task)"
             )
-        now, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
-        accuracies = [now.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]
-        if is_rewarded and now.get("step") == 0 and max(accuracies) <= 0:
-            share = 1 - now.get("eval/sampled/stopped", 1.0)
+        newest, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
+        accuracies = [newest.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]
+        if is_rewarded and newest.get("step") == 0 and max(accuracies) <= 0:
+            share = 1 - newest.get("eval/sampled/stopped", 1.0)
             first = f"first raise --max-new-tokens, as {share:.0%} are cut off, and " if share > 0.5 else ""
             found["nothing is right before training"] = (
                 "none of the held-out answers is right before training, greedy or sampled, and then a reward for right "
@@ -146,7 +145,7 @@ class Diagnosis:
                 f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
             )
         constant = [name for name in self._rewards if self._is_constant(name)]
-        if constant and (len(self._rewards) > 1 or not found.keys() & {ALL_EQUAL}):
+        if constant and (len(self._rewards) > 1 or ALL_EQUAL not in found):
             named = " and ".join(f"{name} (always {self._mean(f'reward/{name}'):g})" for name in constant)
             found["a reward is constant"] = (
                 f"in the last ten steps every completion got the same value of {named}, which teaches nothing: read "

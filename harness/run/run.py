@@ -131,8 +131,8 @@ class Run:
 
     def _tell_functions(self, num_done: int) -> None:
         """Keep the `trainer_state` of reward functions."""
-        if self.task is not None and self.task.functions is not None:
-            self.task.functions.state.global_step, self.task.functions.state.max_steps = num_done, self._last_step
+        if self.task is not None and (functions := self.task.functions) is not None:
+            functions.state.global_step, functions.state.max_steps = num_done, self._last_step
 
     def _set_learning_rate(self, step: int) -> None:
         """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""
@@ -147,11 +147,11 @@ class Run:
     def _tell_new_schedule(self, num_steps: int) -> None:
         """Say how another --steps moves the learning rate of a resumed run, whose schedule ends at the last step."""
         before, step = self._num_steps_before, self.resumed_at + 1
-        if before and self._has_schedule and self.resumed_at < num_steps != before:
-            old = self._rates[0] * self._rate_factor(min(step, before), before)
-            new = self._rates[0] * self._rate_factor(step, num_steps)
+        if before and self._has_schedule and step <= num_steps != before:
+            rates = ((step, num_steps), (min(step, before), before))
+            new, old = (self._rates[0] * self._rate_factor(*each) for each in rates)
+            instead_of = "instead of" if step <= before else f"and that of step {before} was"
             if old != new:
-                instead_of = "instead of" if step <= before else f"and that of step {before} was"
                 self.tell(
                     f"--lr-schedule {self.config.lr_schedule} falls until the last step, now {num_steps} instead of "
                     f"{before}: the learning rate of step {step} is {new:.3g} {instead_of} {old:.3g}"
@@ -164,8 +164,8 @@ class Run:
 
     @property
     def _ends_early(self) -> bool:
-        is_found = OVER_OPTIMISED in self._diagnosis.findings
-        return self._is_reached or (is_found and getattr(self.config, "stop_when", None) == "over-optimised")
+        is_over = getattr(self.config, "stop_when", None) == "over-optimised"
+        return self._is_reached or (is_over and OVER_OPTIMISED in self._diagnosis.findings)
 
     def _reaches(self, metrics: dict[str, float]) -> bool:
         """Whether a step's metrics reach the target of `--stop-when`."""
@@ -175,14 +175,16 @@ class Run:
         return name in metrics and compare(metrics[name], number)
 
     def _check_target(self, step: int, metrics: dict[str, float]) -> None:
+        """End training at the target of `--stop-when`, or say that a step that ought to have its metric has none."""
         if self._target is None or (step and "time/step" not in metrics):  # the evaluation after training
             return
-        when = f"--stop-when {printable(self.config.stop_when, 60)}"
-        if 0 < step == min(self.config.eval_every or 1, self._last_step) and self._target[0] not in self.newest:
+        name, when = self._target[0], f"--stop-when {printable(self.config.stop_when, 60)}"
+        if step in ((0, self.config.eval_every) if name.startswith("eval/") else (1,)) and name not in metrics:
             self.tell(f"{when}: step {step} has no such metric; metrics.jsonl has all names")
+            self._target = None
         if on_main(lambda: self._reaches(metrics)):  # costs differ among processes
             self._is_reached = True
-            self.tell(f"step {step}: {self._target[0]} is {metrics[self._target[0]]:.4g}: training ends ({when})")
+            self.tell(f"step {step}: {name} is {metrics[name]:.4g}: training ends ({when})")
 
     def waiting(self) -> AbstractContextManager[None]:
         """Count the time within the block as spent waiting for other processes, see `costs`."""

@@ -346,16 +346,8 @@ def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterru
 
 
 NOT_RESUMED = [  # changes of config.json, flags, and the sentence
-    (
-        {},
-        "--lr 1e-3",
-        r"^--lr .* differs from the run's .*: --config config\.json --model \S+/step_10 --lr \.\.\.$",
-    ),
-    (
-        {},
-        "--model tiny_tools",
-        r"^--model .* differs from the run's tiny: .*: --config config\.json --model \.\.\.$",
-    ),
+    ({}, "--lr 1e-3", r"^--lr .* differs from the run's .*: --config config\.json --model \S+/step_10 --lr \.\.\.$"),
+    ({}, "--model tiny_tools", r"^--model .* differs from the run's tiny: .*: --config config\.json --model \.\.\.$"),
     ({}, "--config x.yaml", "^--seed 5 differs from the run's 0"),
     ({}, "--steps 5", r"^--steps .* differs from the run's 6: .*; Ctrl-C ends it earlier, .* are in \S+/step_10$"),
     ({}, "--wandb", "^--wandb .* differs from the run's"),

@@ -482,8 +482,13 @@ def stop_when(new, old):
 
 @changes("--stop-when eval/accuracy>=0")
 def stop_when_unknown(new, old):
-    assert "--stop-when eval/accuracy>=0: step 2 has no such metric" in new.output
+    assert "--stop-when eval/accuracy>=0: step 0 has no such metric" in new.output
     assert new.read("summary.json")["steps"] == 2
+
+
+@changes("--stop-when eval/sampled/accuracy>=2")
+def stop_when_only_at_the_ends(new, old):
+    assert "--stop-when eval/sampled/accuracy>=2: step 2 has no such metric" in new.output
 
 
 # Data and prompts

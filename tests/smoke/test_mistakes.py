@@ -64,6 +64,7 @@ def run_directories() -> list[Path]:
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
         ("--keep-best x", "--keep-best compares evaluations, and --eval-every 0 makes none"),
+        ("--stop-when eval/x>0", "--stop-when compares evaluations, and --eval-every 0 makes none"),
         ("--keep-best x --eval-every 2", "--eval-every 2 makes none during training: give a number from 1 to --steps"),
         ("--wandb-group x", "--wandb-group is for Weights & Biases: add --wandb"),
         ("--lora-targets q_proj", "--lora-targets needs an adapter to train: add --lora-rank"),

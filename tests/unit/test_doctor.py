@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from oracle import FORMULAS
+from rich.console import Console
 
 import doctor.apart
-from doctor.__main__ import main
+from doctor.__main__ import main, print_report
 from doctor.examine import examine
 from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP, Report
 
@@ -205,9 +206,13 @@ def test_a_loss_of_pairs_is_examined_as_far_as_it_has_no_advantages(examine_text
     assert all(reason.startswith("The loss takes no advantages (as one of pairs") for reason in reasons.values())
 
 
-def test_the_loss_of_experiment_dpo_has_no_trap():
+def test_the_loss_of_experiment_dpo_has_no_trap_and_one_reason_is_shown_once(capsys):
     report = examine(ROOT / "experiment_dpo/train.py")
     assert (report.errors, report.count(TRAP), report.count(OK)) == ([], 0, 10)
+    print_report(report, Console(width=200))
+    shown = capsys.readouterr().out
+    assert shown.count("The loss takes no advantages") == 1
+    assert re.search("10 checks .*sign, .*whole_loss", shown.replace("\n", " "))
 
 
 def test_every_trap_of_the_gallery_is_planted():
