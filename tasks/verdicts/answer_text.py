@@ -68,7 +68,7 @@ _UNIT = re.compile(  # the last factor
 )
 _UNITS_IN_TEXT = rf"((?:(?:\\cdot(?![a-z])|{_SPACE})*+{_COMMANDS}\{{[^{{}}]*+\}}{_POWER}?)++)"
 _FRACTION_OF_UNITS = re.compile(rf"\\[dt]?frac\s*\{{{_UNITS_IN_TEXT}\}}\s*\{{{_UNITS_IN_TEXT}\}}\s*$")
-_SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
+_SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac|mu)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
 _SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|ft|mi|lb|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
 _BARE_UNIT = re.compile(  # without \text: words after a space, a name of two letters, m/s and N·m, kg m^{-3}
     rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?|(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
@@ -215,10 +215,8 @@ def as_number(text: str) -> Number | None:
     text = clean(text, keeps_words=True).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
-    factor = 1
-    if _NUMBER.fullmatch(text) is None:
-        text, factor = without_units(_DEGREES.sub("", text))
-        text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
+    text, factor = without_units(_DEGREES.sub("", text))
+    text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
     is_percent = text.endswith("%") or text.endswith(" percent")
     text = text.removesuffix("%").removesuffix(" percent") if is_percent else text
     value = _value(text.replace("{,}", ","), has_list)
@@ -253,11 +251,9 @@ def is_unit(words: str) -> bool:
     >>> [is_unit(words) for words in ("square feet", "kg m^{-3}", r"W/(m\cdot K)", "i", "a/b", "or more", "million")]
     [True, True, True, False, False, False, False]
     """
-    words = re.sub(r"\\mu ?(?=[A-Za-z])", "", words.translate(_UNICODE))
+    words = words.translate(_UNICODE)
     signs = _SIGNS_OF_UNIT.findall(words)
-    names = _SIGNS_OF_UNIT.sub(" ", words).split()
-    if signs:
-        names = [name for name in names if name != "K"]  # kelvin; alone it can be a thousand
+    names = [name for name in _SIGNS_OF_UNIT.sub(" ", words).split() if not (signs and name == "K")]  # or a thousand
     is_letter = any(len(name) == 1 and name not in _LETTERS_OF_UNITS for name in names) and (signs or len(names) == 1)
     words = " ".join(names)
     return not (

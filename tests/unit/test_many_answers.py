@@ -195,6 +195,15 @@ def latex(rng: random.Random, value: Fraction) -> str:
         if a and a % 1000 == 0:
             forms += [f"{a // 1000} thousand", f"{a // 1000} \\times 10^{{3}}", f"{a // 1000}\\text{{ thousand}}"]
         return sign + rng.choice(forms)
+    forms = [f"\\frac{{{a}}}{{{b}}}", f"\\dfrac{{{a}}}{{{b}}}", f"{a}/{b}", f"\\frac{{{3 * a}}}{{{3 * b}}}"]
+    if a > b:
+        forms.append(f"{a // b}\\frac{{{a % b}}}{{{b}}}")
+    if (10**4 * value).denominator == 1:
+        forms.append(f"{float(abs(value)):g}")
+    elif found := repeating(abs(value)):
+        repeated = (r"I\overline{B}", r"I\bar{B}", "I(B)", r"IB\overline{B}")
+        forms += [form.replace("I", found[0]).replace("B", found[1]) for form in repeated]
+    return sign + rng.choice(forms)
 
 
 # N is the number, which keeps its value in these forms, but not in the others

@@ -61,11 +61,11 @@ EQUAL = [
     ("5%", "5"), ("-$5", "$-5"), ("-5 degrees", "\u2212 5 degrees"), ("$1.5 million", "1.5 million"),
     ("v1.2.3", "v.1.2.3"), ("O\u2019Brien", "O'Brien"), ("Beyonc\xe9", "Beyonce\u0301"),
     ("\u201cJarce\u201d", "jarce!"), ("10 km", "10\xa0km"), ("1990-91", "1990\u201391"),
-    ("24/7", "24/7."), ("1/2", "1\u20442"), ("twenty-one", "twenty one"),
+    ("24/7", "24/7."), ("1/2", "1\u20442"),
     ("co-operate", "cooperate"), ("COVID-19", "Covid\u201119"), ("1st", "1st."), ("F-16", "F16"),
     ("St. John\u2019s", "St Johns"), ("1990s", "1990's"), ("10:30 am", "10:30 a.m."), ("AC/DC", "ACDC"),
     ("2:1", "2 : 1"), ("1/2", "1 / 2"), ("#1", "1"), ("5,000-6,000", "5000-6000"),
-    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"),
+    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"), ("Paris 2024", "Paris \u2013 2024"),
 ]  # fmt: skip
 DIFFERENT = [
     ("$1.5 million", "$15 million"), ("10.5 km", "105 km"), ("-5 degrees", "5 degrees"), ("1/2", "12"), ("3:4", "34"),
