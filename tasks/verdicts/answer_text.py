@@ -59,14 +59,14 @@ _UNITS = (
     "minutes? hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
 ).replace(" ", "|")
 _POWER = r"(?:\^(?:-?\d|\{\s*-?\d\s*\})|[\xb2\xb3])"
-_SPACE = r"(?:[\s~]|\\[ ,:;!])"
+SPACE = r"(?:[\s~]|\\[ ,:;!]|\\q?quad(?![a-z]))"
 _COMMANDS = rf"\\(?:{'|'.join(TEXTS)}|operatorname)\s*+"
 _INNER = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+"
 _UNIT = re.compile(  # the last factor
-    rf"{_SPACE}*+(?P<sign>(?:\\cdot(?![a-z])|[/*\xb7\u22c5]){_SPACE}*+)?(?:\\mu{_SPACE}*+)?{_COMMANDS}"
+    rf"(?<![\s~]){SPACE}*+(?P<sign>(?:\\cdot(?![a-z])|[/*\xb7\u22c5]){SPACE}*+)?(?:\\mu{SPACE}*+)?{_COMMANDS}"
     rf"\{{(?P<words>{_INNER})\}}\s*+{_POWER}?\s*+$"
 )
-_UNITS_IN_TEXT = rf"((?:(?:\\cdot(?![a-z])|{_SPACE})*+{_COMMANDS}\{{[^{{}}]*+\}}{_POWER}?)++)"
+_UNITS_IN_TEXT = rf"((?:(?:\\cdot(?![a-z])|{SPACE})*+{_COMMANDS}\{{[^{{}}]*+\}}{_POWER}?)++)"
 _FRACTION_OF_UNITS = re.compile(rf"\\[dt]?frac\s*\{{{_UNITS_IN_TEXT}\}}\s*\{{{_UNITS_IN_TEXT}\}}\s*$")
 _SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac|mu)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
 _SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|ft|mi|lb|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
@@ -231,13 +231,13 @@ def without_units(text: str, units: re.Pattern = _UNIT) -> tuple[str, int]:
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
     """
     text, factor = _FRACTION_OF_UNITS.sub(r"\1/\2", text), 1
-    for _ in range(2 * MOST_UNIT_WORDS):
+    for _ in range(2 * MOST_UNIT_WORDS):  # each search can take as long as the text
         found = units.search(text)
         if not found or found.start() == 0:
             break
-        parts = found.groupdict()
-        words = parts.get("words", found[0]).split()
-        unit = words if parts.get("sign") else list(itertools.dropwhile(_FACTORS.__contains__, words))
+        parts = {"words": found[0], "sign": ""} | found.groupdict()
+        words = parts["words"].split()
+        unit = words if parts["sign"] else list(itertools.dropwhile(_FACTORS.__contains__, words))
         if not is_unit(" ".join(unit)):
             break
         factor *= math.prod(_FACTORS[word] for word in words[: len(words) - len(unit)])

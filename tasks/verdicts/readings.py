@@ -2,13 +2,12 @@ r"""Answers that are written in two ways: a choice with its value, `(E)\ 12`, an
 
 import re
 
-from tasks.verdicts.answer_text import LONGEST, TEXTS, bare, clean, is_balanced, normalize
+from tasks.verdicts.answer_text import LONGEST, SPACE, TEXTS, bare, clean, is_balanced, normalize
 
-_SPACE = r"(?:[\s~]|\\[ ,:;]|\\q?quad(?![a-z]))"
-_TEXT = rf"\\(?:{'|'.join(TEXTS)})\s*\{{{_SPACE}*+"
+_TEXT = rf"\\(?:{'|'.join(TEXTS)})\s*\{{{SPACE}*+"
 _CHOICE = re.compile(  # in \textbf{}, or with a parenthesis, full stop or colon and a space; then its value
-    rf"(?:\(?{_TEXT}\(?([A-J])[.:)]*{_SPACE}*+\}}\)?[.:]?{_SPACE}*+(?=[-(\[\w.\\])"
-    rf"|\(?([A-J])[.:)]+(?:{_SPACE}++|(?<=\))(?=\d))(?=-?[\d.\\]|[A-Za-z]{{3}}))"
+    rf"(?:\(?{_TEXT}\(?([A-J])[.:)]*{SPACE}*+\}}\)?[.:]?{SPACE}*+(?=[-(\[\w.\\])"
+    rf"|\(?([A-J])[.:)]+(?:{SPACE}++|(?<=\))(?=\d))(?=-?[\d.\\]|[A-Za-z]{{3}}))"
     r"(?!\\(?:cdot|times|div|pm|to|neq?|[lg]eq?|in|mid|c[au]p|subset(?:eq)?|setminus)(?![a-z]))(.+)",
     re.DOTALL,
 )
