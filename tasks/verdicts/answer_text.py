@@ -22,8 +22,7 @@ _UNICODE = {  # by code point, because some look alike
     0x221E: r"\infty ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x2260: r"\ne ", 0x222A: r"\cup ", 0x2229: r"\cap ",
     0x2208: r"\in ", 0xB1: r"\pm ", 0x221A: r"\sqrt ", 0xB2: "^2", 0xB3: "^3", 0xFF05: "%", 0xFF0C: ",",
     0xA0: " ", 0x2009: " ", 0x202F: " ", 0x22C5: r"\cdot ", 0x2A7D: r"\le ", 0x2A7E: r"\ge ", 0xB5: r"\mu ",
-    0x3BC: r"\mu ", 0x2103: r"^\circ C", 0x2109: r"^\circ F", 0x3A9: r"\Omega ", 0x2126: r"\Omega ", 0x212B: "\xc5",
-    0xB9: "^1", 0x207B: "^-",
+    0x3BC: r"\mu ", 0x2103: r"^\circ C",
 }  # fmt: skip
 _SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\thinspace", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
@@ -60,21 +59,22 @@ _UNITS = (
     "minutes? hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
 ).replace(" ", "|")
 _POWER = r"(?:\^(?:-?\d|\{\s*-?\d\s*\})|[\xb2\xb3])"
-_SPACE = r"(?:[\s~]|\\[ ,:;!])"
+SPACE = r"(?:[\s~]|\\[ ,:;!]|\\q?quad(?![a-z]))"
 _COMMANDS = rf"\\(?:{'|'.join(TEXTS)}|operatorname)\s*+"
 _INNER = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+"
-_UNIT = re.compile(  # the last factor: \text{...}, or a fraction of them
-    rf"{_SPACE}*+(?:(?P<sign>\\cdot(?![a-z])|[/*\xb7\u22c5]){_SPACE}*+)?(?:(?:\\mu{_SPACE}*+)?{_COMMANDS}"
-    rf"\{{(?P<words>{_INNER})\}}\s*+{_POWER}?|\\[dt]?frac(?P<fraction>\{{{_INNER}\}}\s*+\{{{_INNER}\}}))\s*+$"
+_UNIT = re.compile(  # the last factor
+    rf"(?<![\s~]){SPACE}*+(?P<sign>(?:\\cdot(?![a-z])|[/*\xb7\u22c5]){SPACE}*+)?(?:\\mu{SPACE}*+)?{_COMMANDS}"
+    rf"\{{(?P<words>{_INNER})\}}\s*+{_POWER}?\s*+$"
 )
-_TEXT_OF_UNIT = re.compile(rf"{_COMMANDS}\{{([^{{}}]*+)\}}({_POWER}?)")
-_SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
+_UNITS_IN_TEXT = rf"((?:(?:\\cdot(?![a-z])|{SPACE})*+{_COMMANDS}\{{[^{{}}]*+\}}{_POWER}?)++)"
+_FRACTION_OF_UNITS = re.compile(rf"\\[dt]?frac\s*\{{{_UNITS_IN_TEXT}\}}\s*\{{{_UNITS_IN_TEXT}\}}\s*$")
+_SIGNS_OF_UNIT = re.compile(rf"(?<=[A-Za-z]){_POWER}|\\(?:cdot|frac|mu)(?![a-z])|\\[ ,:;!]|\^\\circ|[/()~{{}}]")
 _SYMBOL = rf"(?:[kcm]?m|k?g|k?Hz|k?Pa|k?[JWV]|[mk]?mol|rad|[kM]?eV|ft|mi|lb|m?s|m?L|N|A|K|C|h)(?![A-Za-z]){_POWER}?"
 _BARE_UNIT = re.compile(  # without \text: words after a space, a name of two letters, m/s and N·m, kg m^{-3}
     rf"(?<=\d)(?: (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?|(?=[A-Za-z]{{2}})(?:{_UNITS})(?:\^[23])?"
     rf"|(?: |(?=[A-Za-z]{{2}})){_SYMBOL}(?:(?:(?:\\cdot ?|/){_SYMBOL})+|(?: {_SYMBOL})++(?:(?<=\^-\d)|(?<=-\d\}}))))$"
 )
-_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF\xc5")  # i and x, for example, are not units
+_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are not units
 # Words that change a number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
 _NUMERALS = (
     "zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty "
@@ -141,7 +141,7 @@ def clean(text: str, keeps_words: bool = False) -> str:
     Args:
         keeps_words: keep the spaces between words, too.
     """
-    tokens = _TOKEN.findall(_latex(bare(text)))
+    tokens = _TOKEN.findall(bare(text).translate(_UNICODE))
     cleaned, has_space = [""], False
     for token in tokens:
         if token.isspace() or token in _SPACES:
@@ -165,10 +165,6 @@ def clean(text: str, keeps_words: bool = False) -> str:
     return _without_outer_braces(text)
 
 
-def _latex(text: str) -> str:
-    return text if text.isascii() else text.translate(_UNICODE).replace("^-^", "^-")
-
-
 def bare(text: str) -> str:
     r"""An answer without its presentation, and numbers without spaces between groups of three digits.
 
@@ -177,9 +173,7 @@ def bare(text: str) -> str:
     >>> [bare(text) for text in (r"12\,345.678\,9\,x", "12 345", r"12\,34")]
     ['12345.6789\\,x', '12 345', '12\\,34']
     """
-    text = text.strip()
-    if "{\\" in text:
-        text = _ROMAN.sub(r"\\mathrm{\1}", text)
+    text = _ROMAN.sub(r"\\mathrm{\1}", text.strip())
     while found := _PRESENTED.fullmatch(text):
         inner = found[1] or (found[2] or "}")[:-1] or found[3] or ""
         if not inner.strip() or not is_balanced(inner):
@@ -221,10 +215,8 @@ def as_number(text: str) -> Number | None:
     text = clean(text, keeps_words=True).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
-    factor = 1
-    if _NUMBER.fullmatch(text) is None:
-        text, factor = without_units(_DEGREES.sub("", text))
-        text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
+    text, factor = without_units(_DEGREES.sub("", text))
+    text, factor = without_units(text, _BARE_UNIT) if factor == 1 else (text, factor)
     is_percent = text.endswith("%") or text.endswith(" percent")
     text = text.removesuffix("%").removesuffix(" percent") if is_percent else text
     value = _value(text.replace("{,}", ","), has_list)
@@ -238,19 +230,14 @@ def without_units(text: str, units: re.Pattern = _UNIT) -> tuple[str, int]:
     >>> [without_units(x) for x in (r"3\text{ million dollars}", r"\pi\ \text{cm}^2/\text{s}", r"3\text{ dozen or 4}")]
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
     """
-    factor = 1
-    for _ in range(2 * MOST_UNIT_WORDS):
+    text, factor = _FRACTION_OF_UNITS.sub(r"\1/\2", text), 1
+    for _ in range(2 * MOST_UNIT_WORDS):  # each search can take as long as the text
         found = units.search(text)
         if not found or found.start() == 0:
             break
-        parts = found.groupdict()
-        if fraction := parts.get("fraction"):
-            words = _TEXT_OF_UNIT.sub(r" \1\2 ", fraction).split()
-            if re.search(r"[^\W_]", _TEXT_OF_UNIT.sub("", fraction).replace(r"\cdot", "")):  # outside \text
-                break
-        else:
-            words = (parts["words"] if parts else found[0]).split()
-        unit = words if parts.get("sign") else list(itertools.dropwhile(_FACTORS.__contains__, words))
+        parts = {"words": found[0], "sign": ""} | found.groupdict()
+        words = parts["words"].split()
+        unit = words if parts["sign"] else list(itertools.dropwhile(_FACTORS.__contains__, words))
         if not is_unit(" ".join(unit)):
             break
         factor *= math.prod(_FACTORS[word] for word in words[: len(words) - len(unit)])
@@ -264,11 +251,9 @@ def is_unit(words: str) -> bool:
     >>> [is_unit(words) for words in ("square feet", "kg m^{-3}", r"W/(m\cdot K)", "i", "a/b", "or more", "million")]
     [True, True, True, False, False, False, False]
     """
-    words = re.sub(r"\\mu ?(?=[A-Za-z])", "", _latex(words)).replace(r"\Omega", "ohm")
+    words = words.translate(_UNICODE)
     signs = _SIGNS_OF_UNIT.findall(words)
-    names = _SIGNS_OF_UNIT.sub(" ", words).split()
-    if signs:
-        names = [name for name in names if name != "K"]  # kelvin; alone it can be a thousand
+    names = [name for name in _SIGNS_OF_UNIT.sub(" ", words).split() if not (signs and name == "K")]  # or a thousand
     is_letter = any(len(name) == 1 and name not in _LETTERS_OF_UNITS for name in names) and (signs or len(names) == 1)
     words = " ".join(names)
     return not (
@@ -282,9 +267,8 @@ def _value(text: str, has_list: bool) -> Fraction | None:
     elif (match := _THOUSANDS.fullmatch(text)) and not has_list:
         value = Fraction(match[2].replace(",", "") + (match[3] or ""))
     elif match := _REPEATING.fullmatch(text):
-        before, block = match[3], next((group for group in match.groups()[3:6] if group), "".join(match.groups("")[6:]))
-        value = Fraction(int((match[2] + before + block) or 0) - int((match[2] + before) or 0))
-        value /= 10 ** len(before) * (10 ** len(block) - 1)
+        before, block = match[2] + match[3], re.sub(r"\D", "", match[4])
+        value = Fraction(int(before + block) - int(before or 0), 10 ** len(match[3]) * (10 ** len(block) - 1))
     elif match := _SCIENTIFIC.fullmatch(text):
         exponent = next(group for group in match.groups()[2:] if group)
         if len(exponent) > 4 or abs(int(exponent)) > LARGEST_EXPONENT:
@@ -304,7 +288,7 @@ _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"([+-]?)({_DECIMAL})")
 _THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)(\.\d+)?")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.(3), 0.\dot{1}4285\dot{7}
-    r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar)(?:\{(\d+)\}|(\d))|\((\d+)\)|\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?)"
+    r"([+-]?)(\d*)\.(\d*)(\\(?:overline|bar)(?:\{\d+\}|\d)|\(\d+\)|\\dot\{?\d\}?(?:\d*\\dot\{?\d\}?)?)"
 )
 _DEGREES = re.compile(r"(?:\{\})?\^(?:\\circ|\{\\circ\}) ?(?:[CFK]|\\text\{[CFK]\})?$")
 _SCIENTIFIC = re.compile(

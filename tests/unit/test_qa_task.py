@@ -57,15 +57,15 @@ def test_f1_and_exact_match_equal_a_slow_version():
 
 
 EQUAL = [
-    ("15", "the 15."), ("US", "U.S."), ("1846", "1,846"), ("1000000", "1'000'000"), ("100000", "1,00,000"), ("5", "$5"),
+    ("15", "the 15."), ("US", "U.S."), ("1846", "1,846"), ("1000000", "1,000,000"), ("5", "$5"),
     ("5%", "5"), ("-$5", "$-5"), ("-5 degrees", "\u2212 5 degrees"), ("$1.5 million", "1.5 million"),
     ("v1.2.3", "v.1.2.3"), ("O\u2019Brien", "O'Brien"), ("Beyonc\xe9", "Beyonce\u0301"),
-    ("\u201cJarce\u201d", "jarce!"), ("10 km", "10\xa0km"), ("1990-91", "1990\u201391"), ("1990-91", "1990/91"),
-    ("12/25/2020", "12-25-2020"), ("24/7", "24/7."), ("1/2", "1\u20442"), ("twenty-one", "twenty one"),
+    ("\u201cJarce\u201d", "jarce!"), ("10 km", "10\xa0km"), ("1990-91", "1990\u201391"),
+    ("24/7", "24/7."), ("1/2", "1\u20442"),
     ("co-operate", "cooperate"), ("COVID-19", "Covid\u201119"), ("1st", "1st."), ("F-16", "F16"),
     ("St. John\u2019s", "St Johns"), ("1990s", "1990's"), ("10:30 am", "10:30 a.m."), ("AC/DC", "ACDC"),
-    ("1-800-273-8255", "18002738255"), ("555-123-4567", "(555)123-4567"), ("#1", "1"), ("5,000-6,000", "5000-6000"),
-    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"),
+    ("2:1", "2 : 1"), ("1/2", "1 / 2"), ("#1", "1"), ("5,000-6,000", "5000-6000"),
+    ("zero\xadwidth", "zerowidth"), ("3-2", "3 \u2013 2"), ("Paris 2024", "Paris \u2013 2024"),
 ]  # fmt: skip
 DIFFERENT = [
     ("$1.5 million", "$15 million"), ("10.5 km", "105 km"), ("-5 degrees", "5 degrees"), ("1/2", "12"), ("3:4", "34"),
@@ -74,6 +74,7 @@ DIFFERENT = [
     ("12(3)", "123"), ("1/2", "1-2"), ("2:1", "2-1"), ("1,2,3", "123"), ("5%-10%", "510"), ("$5-$6", "$56"),
     ("5$6", "56"), ("(-5, 3)", "(5, 3)"), ("1914-1918", "19141918"), ("192.168.1.1", "19216811"), ("x=-5", "x=5"),
     ("5", "- 5"), ("5", "<5"), ("vitamin", "vitamin-a"), ("1/2", "\xbd2"), ("6'2", "62"), ("#-5", "#5"),
+    ("1e-6", "1e6"), ("-\u20ac5", "\u20ac5"), ("- 5 degrees", "5 degrees"), ("10:30", "10.30"), ("1990/91", "1990-91"),
 ]  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def test_the_published_exact_match_is_a_component_of_its_own():
 
 
 def test_verdicts_on_the_bundled_questions_are_those_of_the_published_exact_match(files):
-    rng, rows = random.Random(0), files["qa_tasks"] + files["qa_tasks_heldout"]
+    rng = random.Random(0)
+    rows = rng.sample(files["qa_tasks"] + files["qa_tasks_heldout"], 200)
     others = [str(row["answer"]) for row in rows]
     others = [
         form for gold in others for form in (gold, f"the {gold}.", f"in {gold}", gold.upper(), gold[:-1], gold + "1")
