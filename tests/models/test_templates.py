@@ -12,8 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.chat import THOUGHTS, begin_completions, decode, encode_chat, encode_conversation, encode_prompt
+from common.chat import begin_completions, decode, encode_chat, encode_conversation, encode_prompt
 from common.errors import UserError
+from common.messages import THOUGHTS
 from common.trajectory import Trajectory
 from tasks import arithmetic
 
@@ -391,7 +392,7 @@ def test_a_part_of_an_answer_is_rendered_or_refused(bundled, template, turn, pro
     calls = (partial(encode_prompt, tokenizer, longer[:-1]), partial(encode_conversation, tokenizer, longer),
              partial(encode_chat, tokenizer, longer, [bundled.eos_token_id]))  # fmt: skip
     for call in calls:
-        if problem is None or set(turn).isdisjoint(THOUGHTS):
+        if problem is None or set(turn).isdisjoint((*THOUGHTS, "tool_calls")):
             call()
         else:
             with pytest.raises((ValueError, UserError), match=problem):
