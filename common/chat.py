@@ -19,6 +19,11 @@ from common.messages import THOUGHTS, check_message, normal_row, parts, with_tex
 TEMPLATE_DATE = "26 Jul 2024"
 _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro %}"
 
+# Short messages, which show what a template makes of any message.
+_QUESTION = {"role": "user", "content": "?"}
+_ANSWER = {"role": "assistant", "content": "(an answer)"}
+_CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
+
 
 def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """The ids of a conversation, up to the point where the assistant's turn begins.
@@ -129,18 +134,6 @@ def with_remedy(error: Exception) -> str:
     return str(error) if is_complete else f"{error}; --chat-template FILE gives another template"
 
 
-def unknown_end(tokenizer, end_of_turn_ids: list[int]) -> str | None:
-    """What the template writes after an answer, if no end-of-turn token of the model is there; else None."""
-    answer, question = {"role": "assistant", "content": "(an answer)"}, {"role": "user", "content": "(a question)"}
-    try:
-        rendered = _render(tokenizer, [question, answer, question], False)
-    except ValueError:  # it wants other messages
-        return None
-    after = rendered.rpartition(answer["content"])[2].partition(question["content"])[0]  # GLM's next header ends a turn
-    is_known = answer["content"] not in rendered or _end_of_turn(tokenizer, after, "", tuple(end_of_turn_ids))
-    return None if is_known else (after.split() or [after])[0]
-
-
 # What a template makes of answers -------------------------------------------------------------------------------------
 
 _THOUGHT_TAG = r"(?:think|thought|reason)\w*"  # below: a thought that a generation prompt opens, and may close
@@ -159,7 +152,7 @@ def _answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) ->
     if whole.startswith(before):
         turn = whole[len(before) :]
     else:  # earlier turns are rewritten; another answer shows where the last one begins
-        other = _render(tokenizer, [*messages[:-1], {"role": "assistant", "content": "(an answer)"}], False, tools)
+        other = _render(tokenizer, [*messages[:-1], _ANSWER], False, tools)
         start = commonprefix([whole, other]).rfind(header)  # noqa: RUF071
         if not header or start < 0 or not before.endswith(header):
             raise ValueError(f"the chat template rewrites what precedes message {len(messages) - 1} (assistant)")
@@ -201,25 +194,29 @@ def _check_besides(tokenizer, messages: list[dict], tools: list[dict] | None, le
 
 
 def _check_said(tokenizer, messages: list[dict], tools: list[dict] | None, position: int, text: str) -> None:
-    """Check that `text` holds all that a message says: the prompt, or of the last message, an answer, its turn."""
+    """Check that `text`, the prompt, holds all that a message says; or the turn of the last message, an answer."""
     said, role, start = list(parts(messages[position])), messages[position]["role"], 0
+    is_answer = role == "assistant"
     for _, part, _ in said:  # all of them, in order: hardly by chance, and much faster than rendering again
-        found = text.find(part, start) if role == "assistant" or len(part) > 20 else -1
+        found = text.find(part, start) if is_answer or len(part) > 20 else -1
         start = found + len(part) if found >= 0 else len(text) + 1
     if start <= len(text):
         return
     for name, _, changed in said:
         turns = [*messages[:position], changed, *messages[position + 1 :]]
-        is_answer = role == "assistant"
         again = _answer(tokenizer, turns, tools)[1] if is_answer else _render(tokenizer, turns, True, tools)
-        if again.startswith(text):
-            if not is_answer:
-                raise ValueError(f"the chat template leaves out message {position} ({role})")
-            remedy = "put it into the content, between <think> and </think>, or give" if name in THOUGHTS else "give"
-            raise ValueError(
-                f"the chat template leaves out the {name} of message {position} (assistant): {remedy} "
-                "--chat-template one that renders it"
-            )
+        if not again.startswith(text):
+            continue
+        if not is_answer:
+            raise ValueError(f"the chat template leaves out message {position} ({role})")
+        remedy = "put it into the content, between <think> and </think>, or give" if name in THOUGHTS else "give"
+        raise ValueError(
+            f"the chat template leaves out the {name} of message {position} (assistant): {remedy} --chat-template one "
+            "that renders it"
+        )
+
+
+# The answers of tools -------------------------------------------------------------------------------------------------
 
 
 def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int]) -> list[int]:
@@ -231,24 +228,19 @@ def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int
     Raises:
         UserError: the chat template has no turns for tools.
     """
-    rendered, start = _render_observation(tokenizer, contents, tuple(end_of_turn_ids))
-    return _encode(tokenizer, rendered[start:], before=rendered[:start])
-
-
-def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[int, ...]) -> tuple[str, int]:
-    """A conversation with answers of tools, and the position in it where the turn before the answers has ended."""
-    call, written = _call_before_tools(tokenizer, end_of_turn_ids)
+    ends = tuple(end_of_turn_ids)
+    call, written = _call_before_tools(tokenizer, ends)
     rendered = _render(tokenizer, [_QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
-    return rendered, _end_of_turn(tokenizer, rendered, written, end_of_turn_ids)
+    start = _end_of_turn(tokenizer, rendered, written, ends)
+    return _encode(tokenizer, rendered[start:], before=rendered[:start])
 
 
 @functools.lru_cache
 def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dict, str]:
     """A turn that the template lets tools answer, and a text in it: a turn without a call, else a turn with one."""
-    speaks = {"role": "assistant", "content": "(an answer)"}
     calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     refusal = "it leaves out what a tool answers"
-    for call, written in ((speaks, speaks["content"]), (calls, _CALL["function"]["name"])):
+    for call, written in ((_ANSWER, _ANSWER["content"]), (calls, _CALL["function"]["name"])):
         try:
             turns = [[_QUESTION, call, _tool_turn(text)] for text in ("first", "second")]
             one, other = (_render(tokenizer, messages, add_generation_prompt=True) for messages in turns)
@@ -258,10 +250,6 @@ def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dic
             if one != other and _end_of_turn(tokenizer, one, written, end_of_turn_ids) > 0:
                 return call, written
     raise UserError(f"the chat template has no turns for tools ({refusal}): a model is needed that was made for them")
-
-
-_QUESTION = {"role": "user", "content": "?"}
-_CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
 
 
 def _tool_turn(content: str) -> dict:
@@ -286,13 +274,16 @@ def removes_thoughts(tokenizer) -> bool:
     A row keeps every sampled token, so its text then differs from the text that the template would render.
     """
     for calls in ({}, {"tool_calls": [_CALL]}):  # some templates let tools answer nothing but calls
-        turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"} | calls
-        messages = [_QUESTION, turn, _tool_turn("?"), turn | {"content": "(an answer)"}, _tool_turn("?")]
+        turn = _ANSWER | {"content": "<think>(a thought)</think>(an answer)"} | calls
+        messages = [_QUESTION, turn, _tool_turn("?"), turn | {"content": _ANSWER["content"]}, _tool_turn("?")]
         try:
             return "(a thought)" not in _render(tokenizer, messages, add_generation_prompt=True)
         except ValueError:
             continue
     return False
+
+
+# Ids to text ----------------------------------------------------------------------------------------------------------
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -307,20 +298,16 @@ def decode(tokenizer, ids: list[int]) -> str:
 @functools.lru_cache
 def opening(tokenizer) -> str:
     """The text that the template opens a new answer with: the end of the prompt, without the header of all answers."""
-    prefix = _given_prefix(tokenizer)
-    control_tokens = _control_tokens(tokenizer).pattern  # left out, as in a decoded completion
-    answer = "(an answer)"
-    turn = {"role": "assistant", "content": answer}
-    try:
-        asked = _render(tokenizer, [_QUESTION], add_generation_prompt=False)
-        prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True).removesuffix(prefix)
-        answered = _render(tokenizer, [_QUESTION, turn, _QUESTION], add_generation_prompt=False)
-    except ValueError:
-        return control_tokens.sub("", prefix)
-    header = answered.partition(answer)[0]
-    has_header = header.startswith(asked) and prompt.startswith(header)
-    opening = control_tokens.sub("", prompt.removeprefix(header)) if has_header else ""
-    return (opening if opening.strip() else "") + control_tokens.sub("", prefix)
+    prefix, begun = _given_prefix(tokenizer), ""
+    with suppress(ValueError):  # it wants other messages
+        asked, prompt = (_render(tokenizer, [_QUESTION], is_prompt) for is_prompt in (False, True))
+        header = _render(tokenizer, [_QUESTION, _ANSWER, _QUESTION], False).partition(_ANSWER["content"])[0]
+        prompt = prompt.removesuffix(prefix)
+        if header.startswith(asked) and prompt.startswith(header):
+            begun = prompt.removeprefix(header)
+    # without control tokens, as in a decoded completion
+    begun, prefix = (_control_tokens(tokenizer).pattern.sub("", text) for text in (begun, prefix))
+    return (begun if begun.strip() else "") + prefix
 
 
 def begin_completions(tokenizer, prefix: str) -> None:
@@ -358,6 +345,9 @@ def _given_prefix(tokenizer) -> str:
     if start < 0 or not template.endswith(_PREFIX_END):
         return ""
     return json.loads(template[start + len(_PREFIX_START) : -len(_PREFIX_END)])
+
+
+# Rendering, with marks in place of control tokens ---------------------------------------------------------------------
 
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
@@ -483,7 +473,6 @@ def _turn_markers(tokenizer) -> set[str]:
     Tokens that messages may spell are excluded: spaces, words, and pairs of tags, such as the <think> that a template
     opens an answer with and the </think> that it looks for. A tag around a question is a marker, though.
     """
-    answer = {"role": "assistant", "content": "(an answer)"}
     added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
 
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
@@ -495,7 +484,7 @@ def _turn_markers(tokenizer) -> set[str]:
 
     names = {text[2:] for text in added.values() if text.startswith("</")}
     tags = {start + name for name in names for start in ("<", "</")}
-    turns = [_QUESTION, answer, _QUESTION]
+    turns = [_QUESTION, _ANSWER, _QUESTION]
     markers = written([_QUESTION], False) | ((written(turns, False) | written(turns, True)) - tags)
     return set(filter(_is_marker, markers))
 
