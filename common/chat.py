@@ -7,19 +7,22 @@ ordinary text: otherwise a row of data could end its turn and answer in the poli
 import functools
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from os.path import commonprefix
 from typing import NamedTuple
 
 from common.errors import UserError
+from common.messages import THOUGHTS, check_message, normal_row, parts, with_text_arguments
 
 # Some templates write today's date into the prompt, so a run would differ after midnight. Llama 3.2's template asks for
 # `date_string` first; others call `strftime_now`, which the macro before the template hides.
 TEMPLATE_DATE = "26 Jul 2024"
 _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro %}"
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # fields of a message, beside its content
+# Short messages, which show what a template makes of any message.
+_QUESTION = {"role": "user", "content": "?"}
+_ANSWER = {"role": "assistant", "content": "(an answer)"}
+_CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -32,8 +35,8 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
         UserError: the chat template refuses the messages; some templates refuse every system turn.
     """
     try:
-        messages, tools = _normal_row(messages, tools)
-        _check_thoughts(tokenizer, messages, tools)
+        messages, tools = normal_row(messages, tools)
+        _check_besides(tokenizer, messages, tools)
         return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
     except ValueError as error:
         first = messages[0] if messages and isinstance(messages[0], dict) else {}
@@ -48,8 +51,8 @@ def encode_conversation(tokenizer, messages: list[dict]) -> list[int]:
         UserError: the chat template refuses the messages.
     """
     try:
-        messages, _ = _normal_row(messages)
-        _check_thoughts(tokenizer, messages)
+        messages, _ = normal_row(messages)
+        _check_besides(tokenizer, messages, None)
         return _encode(tokenizer, "".join(_answer(tokenizer, messages)))
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -66,10 +69,8 @@ def encode_chat(
     encoded. The template may rewrite earlier turns as long as no answer among them is learned.
 
     A generation prompt may open a thought that the rendered turn lacks, as DeepSeek-R1's does. A thought in the content
-    then continues the prompt; an answer without a thought is learned where the template renders it.
-
-    All sources give the same ids: keys that are null are absent (Arrow gives every row the keys of all rows),
-    `arguments` and `tools` that are JSON text are decoded, and a call without arguments has the arguments {}.
+    then continues the prompt; an answer without a thought is learned where the template renders it. Messages and tools
+    may have any form that `common.messages.normal_row` reads.
 
     Returns:
         ids and mask, of equal length.
@@ -81,40 +82,50 @@ def encode_chat(
     """
     for position, message in enumerate(messages):
         check_message(message, position)
-    messages, tools = _normal_row(messages, tools)
-    if tools and not _presents_tools(tokenizer):
-        raise ValueError("the chat template leaves out the tools: give --chat-template one that presents them")
+    messages, tools = normal_row(messages, tools)
     answers = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     learned = [position for position in answers if messages[position].get("weight") != 0]
-    _check_thoughts(tokenizer, messages, tools, learned)
-    pieces, before, spoken, checked, turn = [], "", "", 0, ""  # every piece but the first begins with an answer
-    for position in learned or answers[-1:]:
+    asked = messages[: min(learned, default=0)]
+    if asked and tools and _render(tokenizer, asked, True, tools) == _render(tokenizer, asked, True):
+        raise ValueError("the chat template leaves out the tools: give --chat-template one that presents them")
+    _check_besides(tokenizer, messages, tools, learned)
+    ids, mask, text = [], [], ""
+    for index, piece in enumerate(_pieces(tokenizer, messages, tools, learned, tuple(end_of_turn_ids))):
+        new = _encode(tokenizer, piece, before=text)
+        spoken = next(end for end, token in enumerate(new, 1) if token in end_of_turn_ids) if index else 0
+        ids += new
+        mask += [1] * spoken + [0] * (len(new) - spoken)
+        text += piece
+    return ids, mask
+
+
+def _pieces(
+    tokenizer, messages: list[dict], tools: list[dict] | None, learned: list[int], end_of_turn_ids: tuple[int, ...]
+) -> list[str]:
+    """The rendered conversation, cut where learned answers begin, after checks that each of them can be learned."""
+    pieces, text, last = [], "", -1  # the text that is settled ends with the answer `last`
+    for position in learned:
         turns = messages[: position + 1]
         prompt, turn = _answer(tokenizer, turns, tools)
-        if not prompt.startswith(before + spoken):
+        if not prompt.startswith(text):
             raise ValueError(
                 f"the chat template rewrites what precedes message {position} (assistant), and answers there are "
                 'learned: give those "weight": 0, or give --chat-template one that keeps earlier turns (for many '
                 "models TRL has one, such as qwen3_training.jinja)"
             )
-        pieces.append(prompt[len(before) :])
-        before, spoken = prompt, turn[: _end_of_turn(tokenizer, turn, "", tuple(end_of_turn_ids))]
+        spoken = turn[: _end_of_turn(tokenizer, turn, "", end_of_turn_ids)]
         if not spoken:
             raise ValueError(
                 f"the chat template does not end message {position} with an end-of-turn token of the model: give "
                 "--chat-template one that does (for a base model recipes/base_model.jinja)"
             )
-        _check_answer(tokenizer, turns, tools, spoken)
-        _check_kept(tokenizer, turns[:-1], tools, prompt, checked)
-        checked = position + 1
-    ids, mask, text = [], [], ""
-    for index, piece in enumerate([*pieces, turn]):
-        new = _encode(tokenizer, piece, before=text)
-        length = next(i for i, token in enumerate(new, 1) if token in end_of_turn_ids) if index and learned else 0
-        ids += new
-        mask += [1] * length + [0] * (len(new) - length)
-        text += piece
-    return ids, mask
+        _check_said(tokenizer, turns, tools, position, spoken)
+        for earlier in range(last + 1, position):
+            if messages[earlier]["role"] != "assistant":
+                _check_said(tokenizer, turns[:-1], tools, earlier, prompt)
+        pieces.append(prompt[sum(map(len, pieces)) :])
+        text, last = prompt + spoken, position
+    return [*pieces, turn] if learned else []
 
 
 def with_remedy(error: Exception) -> str:
@@ -123,216 +134,89 @@ def with_remedy(error: Exception) -> str:
     return str(error) if is_complete else f"{error}; --chat-template FILE gives another template"
 
 
-def opened_thought(tokenizer) -> str:
-    """The tags that the generation prompt ends with, such as the `<think>` of DeepSeek-R1's template; mostly none."""
-    return _generation_prompt(tokenizer)[1]
-
-
-def unknown_end(tokenizer, end_of_turn_ids: list[int]) -> str | None:
-    """What the template writes after an answer, if no end-of-turn token of the model is there; else None."""
-    answer, question = {"role": "assistant", "content": "(an answer)"}, {"role": "user", "content": "(a question)"}
-    try:
-        rendered = _render(tokenizer, [question, answer, question], False)
-    except ValueError:  # it wants other messages
-        return None
-    after = rendered.rpartition(answer["content"])[2].partition(question["content"])[0]  # GLM's next header ends a turn
-    is_known = answer["content"] not in rendered or _end_of_turn(tokenizer, after, "", tuple(end_of_turn_ids))
-    return None if is_known else (after.split() or [after])[0]
-
-
-def check_message(message: object, position: int) -> None:
-    """Raise a ValueError if a message has no role, a weight that is neither 0 nor 1, or a content that is not text."""
-    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-        raise ValueError(f"message {position} is not an object with a role")
-    if message.get("weight") not in (None, 0, 1):
-        raise ValueError(f"the weight of message {position} is neither 0 nor 1")
-    role, content = message["role"], message.get("content")
-    only_calls = role == "assistant" and content is None and message.get("tool_calls")
-    if role in ("system", "user", "assistant", "tool") and not isinstance(content, str) and not only_calls:
-        raise ValueError(f"the content of message {position} ({role}) is not text")
-
-
-def _check_kept(tokenizer, messages: list[dict], tools: list[dict] | None, prompt: str, start: int) -> None:
-    """Check that the prompt renders all messages from `start` on, except the assistant's: a change changes the text."""
-    for position, message in list(enumerate(messages))[start:]:
-        role, content = message["role"], message.get("content")
-        if role == "assistant" or not isinstance(content, str):
-            continue
-        if len(content) > 20 and content.strip() in prompt:  # hardly by chance, and much faster than rendering again
-            continue
-        changed = [*messages[:position], message | {"content": content + "x"}, *messages[position + 1 :]]
-        if _render(tokenizer, changed, True, tools).startswith(prompt):
-            raise ValueError(f"the chat template leaves out message {position} ({role})")
-
-
-# One form of messages and tools ---------------------------------------------------------------------------------------
-
-
-def _normal_row(messages: list[dict], tools: object = None) -> tuple[list[dict], list[dict] | None]:
-    """Messages and tools in the form that is rendered; ValueError if a call or a tool is malformed."""
-    normal = []
-    for position, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {position} is not an object with a role")
-        entry = {key: value for key, value in message.items() if value is not None or key == "content"}
-        try:
-            if calls := _decoded(entry.pop("tool_calls", None), list, "tool_calls"):
-                entry |= {"content": entry.get("content") or "", "tool_calls": [_normal_call(call) for call in calls]}
-        except ValueError as error:
-            raise ValueError(f"message {position}: {error}") from error
-        normal.append(entry)
-    tools = _decoded(tools, list, "tools") or []
-    return normal, [_without_nulls(_decoded(tool, dict, "a tool")) for tool in tools] or None
-
-
-def _normal_call(call: object) -> dict:
-    call = _without_nulls(_decoded(call, dict, "a call") or {})
-    function = call.get("function", call)
-    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-        raise ValueError("a call has no name")
-    arguments = _decoded(function.get("arguments"), dict, f"arguments of {function['name']}") or {}
-    function = function | {"arguments": _without_nulls(arguments)}
-    return call | {"function": function} if "function" in call else function
-
-
-def _decoded(value: object, kind: type, name: str) -> object:
-    """`value`, or what it spells as JSON; None if it is empty. ValueError if it is of another kind."""
-    given = value
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value.strip() or "null")
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}: {str(given)[:80]!r} is not a JSON {'list' if kind is list else 'object'}")
-    return value
-
-
-def _without_nulls(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-@functools.lru_cache
-def _presents_tools(tokenizer) -> bool:
-    try:
-        plain, offered = (_render(tokenizer, [_QUESTION], True, tools) for tools in (None, [_TOOL]))
-    except ValueError:  # it wants other messages: those of the row are tried
-        return True
-    return plain != offered
-
-
-@functools.lru_cache
-def _wants_text(tokenizer) -> bool:
-    """Whether the template takes the arguments of a call only as JSON text, as DeepSeek-V3's does."""
-    taken = []
-    for arguments in ({}, "{}"):
-        call = _CALL | {"function": _CALL["function"] | {"arguments": arguments}}
-        with suppress(Exception):  # whatever a template raises
-            apply_template(tokenizer, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
-            taken.append(arguments)
-    return taken == ["{}"]
-
-
-def _with_text(message: dict) -> dict:
-    """A message whose calls have their arguments as JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        calls.append(call | {"function": function} if "function" in call else function)
-    return message | {"tool_calls": calls} if calls else message
-
-
 # What a template makes of answers -------------------------------------------------------------------------------------
 
 _THOUGHT_TAG = r"(?:think|thought|reason)\w*"  # below: a thought that a generation prompt opens, and may close
-_OPENING = re.compile(rf"(?:<({_THOUGHT_TAG})>\s*)?(</{_THOUGHT_TAG}>\s*)?\Z")
-
-
-@functools.lru_cache
-def _generation_prompt(tokenizer) -> tuple[str, str]:
-    """The header that the template begins an answer to a question with, and the thought that it opens after it."""
-    try:
-        asked, prompt = (_render(tokenizer, [_QUESTION], is_prompt) for is_prompt in (False, True))
-    except ValueError:  # it wants other messages
-        return "", ""
-    opening = _OPENING.search(prompt)
-    return (prompt[: opening.start()].removeprefix(asked) if prompt.startswith(asked) else ""), opening[0]
+_THOUGHT_OPENING = re.compile(rf"(?:<({_THOUGHT_TAG})>\s*)?(</{_THOUGHT_TAG}>\s*)?\Z")
 
 
 def _answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, str]:
     """The prompt that the last message answers, and the text that continues it, up to its end of turn and beyond."""
     prompt, whole = _render(tokenizer, messages[:-1], True, tools), _render(tokenizer, messages, False, tools)
+    header = _header(tokenizer)
     if whole.startswith(prompt):
-        header, _ = _generation_prompt(tokenizer)
         if not prompt.endswith(header) and whole.startswith(prompt + header):  # Gemma 4's, after the turn of a tool
             prompt += header
         return prompt, whole[len(prompt) :]
-    opening = _OPENING.search(prompt)
-    before = header = prompt[: opening.start()]
-    start = 0
-    if not whole.startswith(before):  # earlier turns are rewritten; another answer shows where the last one begins
-        asked = _render(tokenizer, messages[:-1], False, tools)
-        other = _render(tokenizer, [*messages[:-1], {"role": "assistant", "content": "(an answer)"}], False, tools)
-        header = before.removeprefix(asked)
+    before, opening = _without_opening(tokenizer, prompt)
+    if whole.startswith(before):
+        turn = whole[len(before) :]
+    else:  # earlier turns are rewritten; another answer shows where the last one begins
+        other = _render(tokenizer, [*messages[:-1], _ANSWER], False, tools)
         start = commonprefix([whole, other]).rfind(header)  # noqa: RUF071
-        if header in ("", before) or start < 0:
+        if not header or start < 0 or not before.endswith(header):
             raise ValueError(f"the chat template rewrites what precedes message {len(messages) - 1} (assistant)")
-    turn = whole[start + len(header) :]
-    if turn.startswith(opening[0]):
-        return prompt, turn[len(opening[0]) :]
-    thought, closed, _ = (messages[-1].get("content") or "").rpartition(f"</{opening[1]}>")
-    if (
-        opening[1] and not opening[2] and closed and closed not in turn
-    ):  # the template drops the thought that its prompt opens
-        thought = thought.lstrip().removeprefix(f"<{opening[1]}>").removeprefix(opening[0].partition(">")[2])
+        turn = whole[start + len(header) :]
+    if turn.startswith(opening):
+        return prompt, turn[len(opening) :]
+    tag, is_closed = _THOUGHT_OPENING.search(opening).groups()
+    thought, closed, _ = (messages[-1].get("content") or "").rpartition(f"</{tag}>")
+    if tag and not is_closed and closed and closed not in turn:  # the template drops the thought that its prompt opens
+        thought = thought.lstrip().removeprefix(f"<{tag}>").removeprefix(opening.partition(">")[2])
         return prompt, _control_tokens(tokenizer).mark(thought) + closed + turn
     return before, turn
 
 
-def _check_thoughts(
-    tokenizer, messages: list[dict], tools: list[dict] | None = None, learned: list[int] | tuple = ()
-) -> None:
-    """Check that thoughts beside the contents are rendered, as long as no later turn removes them."""
+@functools.lru_cache
+def _header(tokenizer) -> str:
+    """What the template begins every answer with: its generation prompt, without a thought that it opens."""
+    try:
+        asked, prompt = (_render(tokenizer, [_QUESTION], is_prompt) for is_prompt in (False, True))
+    except ValueError:  # it wants other messages
+        return ""
+    return _without_opening(tokenizer, prompt)[0].removeprefix(asked) if prompt.startswith(asked) else ""
+
+
+def _without_opening(tokenizer, prompt: str) -> tuple[str, str]:
+    """A prompt up to the header of the answer, and what follows it: a thought that is opened, or a given prefix."""
+    before = prompt.removesuffix(_given_prefix(tokenizer))
+    before = before[: _THOUGHT_OPENING.search(before).start()]
+    return before, prompt[len(before) :]
+
+
+def _check_besides(tokenizer, messages: list[dict], tools: list[dict] | None, learned: list[int] | tuple = ()) -> None:
+    """Check that what answers say beside their contents is rendered, as long as no later turn removes it."""
     for position, message in enumerate(messages):
-        if message.get("role") == "assistant" and any(map(message.get, THOUGHTS)) and position not in learned:
+        has_more = message.get("role") == "assistant" and any(map(message.get, (*THOUGHTS, "tool_calls")))
+        if has_more and position not in learned:
             turns = messages[: position + 1]
-            _check_answer(tokenizer, turns, tools, _answer(tokenizer, turns, tools)[1])
+            _check_said(tokenizer, turns, tools, position, _answer(tokenizer, turns, tools)[1])
 
 
-def _check_answer(tokenizer, messages: list[dict], tools: list[dict] | None, spoken: str) -> None:
-    """Check that all parts of the last message are rendered in `spoken`, the beginning of its turn."""
-    parts, start = list(_parts(messages[-1])), 0
-    for _, text, _ in parts:
-        start = spoken.find(text, start) + len(text) if text in spoken[start:] else len(spoken) + 1
-    if start <= len(spoken):  # one after the other: hardly by chance, and much faster than rendering again
+def _check_said(tokenizer, messages: list[dict], tools: list[dict] | None, position: int, text: str) -> None:
+    """Check that `text`, the prompt, holds all that a message says; or the turn of the last message, an answer."""
+    said, role, start = list(parts(messages[position])), messages[position]["role"], 0
+    is_answer = role == "assistant"
+    for _, part, _ in said:  # all of them, in order: hardly by chance, and much faster than rendering again
+        found = text.find(part, start) if is_answer or len(part) > 20 else -1
+        start = found + len(part) if found >= 0 else len(text) + 1
+    if start <= len(text):
         return
-    for name, _, changed in parts:
-        if _answer(tokenizer, [*messages[:-1], changed], tools)[1].startswith(spoken):
-            remedy = "put it into the content, between <think> and </think>, or give" if name in THOUGHTS else "give"
-            raise ValueError(
-                f"the chat template leaves out the {name} of message {len(messages) - 1} (assistant): {remedy} "
-                "--chat-template one that renders it"
-            )
+    for name, _, changed in said:
+        turns = [*messages[:position], changed, *messages[position + 1 :]]
+        again = _answer(tokenizer, turns, tools)[1] if is_answer else _render(tokenizer, turns, True, tools)
+        if not again.startswith(text):
+            continue
+        if not is_answer:
+            raise ValueError(f"the chat template leaves out message {position} ({role})")
+        remedy = "put it into the content, between <think> and </think>, or give" if name in THOUGHTS else "give"
+        raise ValueError(
+            f"the chat template leaves out the {name} of message {position} (assistant): {remedy} --chat-template one "
+            "that renders it"
+        )
 
 
-def _parts(message: dict) -> Iterator[tuple[str, str, dict]]:
-    """The names and texts of what a message says, each with a message that says something else there."""
-    for name in THOUGHTS:
-        if thought := message.get(name):
-            yield name, str(thought).strip(), message | {name: f"{thought}x"}
-    thought, closed, content = (message.get("content") or "").rpartition("</think>")
-    if thought.lstrip().startswith("<think>"):
-        thought = thought.partition("<think>")[2]
-        yield "thought", thought.strip(), message | {"content": f"<think>{thought}x{closed}{content}"}
-    if content.strip():
-        yield "content", content.strip(), message | {"content": message["content"] + "x"}
-    calls = message.get("tool_calls", [])
-    for index, call in enumerate(calls):
-        function = call.get("function", call)
-        other = function | {"name": function["name"] + "x"}
-        other = call | {"function": other} if "function" in call else other
-        yield "call", function["name"], message | {"tool_calls": [*calls[:index], other, *calls[index + 1 :]]}
+# The answers of tools -------------------------------------------------------------------------------------------------
 
 
 def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int]) -> list[int]:
@@ -344,24 +228,19 @@ def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int
     Raises:
         UserError: the chat template has no turns for tools.
     """
-    rendered, start = _render_observation(tokenizer, contents, tuple(end_of_turn_ids))
-    return _encode(tokenizer, rendered[start:], before=rendered[:start])
-
-
-def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[int, ...]) -> tuple[str, int]:
-    """A conversation with answers of tools, and the position in it where the turn before the answers has ended."""
-    call, written = _call_before_tools(tokenizer, end_of_turn_ids)
+    ends = tuple(end_of_turn_ids)
+    call, written = _call_before_tools(tokenizer, ends)
     rendered = _render(tokenizer, [_QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
-    return rendered, _end_of_turn(tokenizer, rendered, written, end_of_turn_ids)
+    start = _end_of_turn(tokenizer, rendered, written, ends)
+    return _encode(tokenizer, rendered[start:], before=rendered[:start])
 
 
 @functools.lru_cache
 def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dict, str]:
     """A turn that the template lets tools answer, and a text in it: a turn without a call, else a turn with one."""
-    speaks = {"role": "assistant", "content": "(an answer)"}
     calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     refusal = "it leaves out what a tool answers"
-    for call, written in ((speaks, speaks["content"]), (calls, _CALL["function"]["name"])):
+    for call, written in ((_ANSWER, _ANSWER["content"]), (calls, _CALL["function"]["name"])):
         try:
             turns = [[_QUESTION, call, _tool_turn(text)] for text in ("first", "second")]
             one, other = (_render(tokenizer, messages, add_generation_prompt=True) for messages in turns)
@@ -371,11 +250,6 @@ def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dic
             if one != other and _end_of_turn(tokenizer, one, written, end_of_turn_ids) > 0:
                 return call, written
     raise UserError(f"the chat template has no turns for tools ({refusal}): a model is needed that was made for them")
-
-
-_QUESTION = {"role": "user", "content": "?"}
-_TOOL = {"type": "function", "function": {"name": "a_tool", "description": "?", "parameters": {"type": "object"}}}
-_CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
 
 
 def _tool_turn(content: str) -> dict:
@@ -400,13 +274,16 @@ def removes_thoughts(tokenizer) -> bool:
     A row keeps every sampled token, so its text then differs from the text that the template would render.
     """
     for calls in ({}, {"tool_calls": [_CALL]}):  # some templates let tools answer nothing but calls
-        turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"} | calls
-        messages = [_QUESTION, turn, _tool_turn("?"), turn | {"content": "(an answer)"}, _tool_turn("?")]
+        turn = _ANSWER | {"content": "<think>(a thought)</think>(an answer)"} | calls
+        messages = [_QUESTION, turn, _tool_turn("?"), turn | {"content": _ANSWER["content"]}, _tool_turn("?")]
         try:
             return "(a thought)" not in _render(tokenizer, messages, add_generation_prompt=True)
         except ValueError:
             continue
     return False
+
+
+# Ids to text ----------------------------------------------------------------------------------------------------------
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -415,26 +292,22 @@ def decode(tokenizer, ids: list[int]) -> str:
     It begins with the part of the answer that the template has written, such as the `<think>` of DeepSeek-R1's
     template.
     """
-    return _opening(tokenizer) + tokenizer.decode(ids, skip_special_tokens=True)
+    return opening(tokenizer) + tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @functools.lru_cache
-def _opening(tokenizer) -> str:
+def opening(tokenizer) -> str:
     """The text that the template opens a new answer with: the end of the prompt, without the header of all answers."""
-    prefix = _given_prefix(tokenizer)
-    control_tokens = _control_tokens(tokenizer).pattern  # left out, as in a decoded completion
-    answer = "(an answer)"
-    turn = {"role": "assistant", "content": answer}
-    try:
-        asked = _render(tokenizer, [_QUESTION], add_generation_prompt=False)
-        prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True).removesuffix(prefix)
-        answered = _render(tokenizer, [_QUESTION, turn, _QUESTION], add_generation_prompt=False)
-    except ValueError:
-        return control_tokens.sub("", prefix)
-    header = answered.partition(answer)[0]
-    has_header = header.startswith(asked) and prompt.startswith(header)
-    opening = control_tokens.sub("", prompt.removeprefix(header)) if has_header else ""
-    return (opening if opening.strip() else "") + control_tokens.sub("", prefix)
+    prefix, begun = _given_prefix(tokenizer), ""
+    with suppress(ValueError):  # it wants other messages
+        asked, prompt = (_render(tokenizer, [_QUESTION], is_prompt) for is_prompt in (False, True))
+        header = _render(tokenizer, [_QUESTION, _ANSWER, _QUESTION], False).partition(_ANSWER["content"])[0]
+        prompt = prompt.removesuffix(prefix)
+        if header.startswith(asked) and prompt.startswith(header):
+            begun = prompt.removeprefix(header)
+    # without control tokens, as in a decoded completion
+    begun, prefix = (_control_tokens(tokenizer).pattern.sub("", text) for text in (begun, prefix))
+    return (begun if begun.strip() else "") + prefix
 
 
 def begin_completions(tokenizer, prefix: str) -> None:
@@ -448,8 +321,8 @@ def begin_completions(tokenizer, prefix: str) -> None:
         return
     if _given_prefix(tokenizer):
         tokenizer.chat_template = tokenizer.chat_template.rpartition(_PREFIX_START)[0]
-    _opening.cache_clear()
-    _generation_prompt.cache_clear()
+    opening.cache_clear()
+    _header.cache_clear()
     if not prefix:
         return
     with suppress(Exception):  # whatever a template raises: it may want other messages
@@ -474,6 +347,9 @@ def _given_prefix(tokenizer) -> str:
     return json.loads(template[start + len(_PREFIX_START) : -len(_PREFIX_END)])
 
 
+# Rendering, with marks in place of control tokens ---------------------------------------------------------------------
+
+
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
     """The conversation as text, with a mark in place of every control token that a message spells.
 
@@ -483,11 +359,12 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools:
     import jinja2
 
     control_tokens = _control_tokens(tokenizer)
-    if _wants_text(tokenizer):
-        messages = list(map(_with_text, messages))
+    marked, tools = control_tokens.mark(messages), control_tokens.mark(tools)
     try:
-        marked = control_tokens.mark(messages), add_generation_prompt, control_tokens.mark(tools)
-        return apply_template(tokenizer, *marked)
+        try:
+            return apply_template(tokenizer, marked, add_generation_prompt, tools)
+        except TypeError:  # DeepSeek-V3's template joins the arguments of a call to a text
+            return apply_template(tokenizer, with_text_arguments(marked), add_generation_prompt, tools)
     except Exception as error:  # whatever a template raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
@@ -596,7 +473,6 @@ def _turn_markers(tokenizer) -> set[str]:
     Tokens that messages may spell are excluded: spaces, words, and pairs of tags, such as the <think> that a template
     opens an answer with and the </think> that it looks for. A tag around a question is a marker, though.
     """
-    answer = {"role": "assistant", "content": "(an answer)"}
     added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
 
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
@@ -608,7 +484,7 @@ def _turn_markers(tokenizer) -> set[str]:
 
     names = {text[2:] for text in added.values() if text.startswith("</")}
     tags = {start + name for name in names for start in ("<", "</")}
-    turns = [_QUESTION, answer, _QUESTION]
+    turns = [_QUESTION, _ANSWER, _QUESTION]
     markers = written([_QUESTION], False) | ((written(turns, False) | written(turns, True)) - tags)
     return set(filter(_is_marker, markers))
 

@@ -10,10 +10,11 @@ numbers, and equal ones are a tie.
 from collections import Counter
 from typing import NamedTuple
 
-from common.chat import THOUGHTS, encode_chat, with_remedy
+from common.chat import encode_chat, with_remedy
 from common.errors import UserError
 from common.experience import collate
 from common.logprobs import token_log_probs
+from common.messages import THOUGHTS
 from common.parallel import gather_rows, part_of
 from common.policy import Policy
 from common.reward_model import RewardModel

@@ -8,7 +8,7 @@ import json
 import re
 from typing import NamedTuple
 
-from common.chat import check_message
+from common.messages import check_message
 
 from harness.base.terminal import short
 from harness.data.rows import Fields, Row, find_problem

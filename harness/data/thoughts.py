@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from common.chat import opened_thought
+from common.chat import opening
 from common.errors import UserError
 from common.trajectory import Trajectory
 
@@ -77,13 +77,11 @@ def answer_of(text: str, tags: ThoughtFormat, strict: bool = False) -> str | Non
 
 def tell_of_openings(tokenizer, rows: list[Trajectory]) -> None:
     """Say how many answers do not begin where the policy will, since the chat template opens a thought for it."""
-    opening = opened_thought(tokenizer)
-    if not opening:
-        return
+    begun = opening(tokenizer)
     prompts = (tokenizer.decode(row.ids[: row.prompt_length][-64:]) for row in rows)
-    if count := sum(not prompt.endswith(opening) for prompt in prompts):
+    if count := sum(not prompt.endswith(begun) for prompt in prompts):
         say(
-            f"{count} of {len(rows)} rows do not continue {opening!r}, which ends the prompt when the policy samples: "
+            f"{count} of {len(rows)} rows do not continue {begun!r}, which ends the prompt when the policy samples: "
             "they are learned as the chat template renders them. --chat-template takes one that does not write it"
         )
 

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from common.chat import begin_completions, unknown_end
+from common.chat import begin_completions, encode_prompt
 from common.errors import UserError
 from common.fast.cache import RowCache
 from common.fast.matmul import use_fast_products
@@ -78,13 +78,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
         raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
-    if (ends := unknown_end(tokenizer, end_of_turn_ids)) is not None:
-        own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
-        say(
-            f"--model {shown(config.model)}: the chat template ends an answer with {printable(repr(ends), 60)}, but "
-            f"only {own} ends a completion, so that completions run to their limit: give a base model another template "
-            "(--chat-template recipes/base_model.jinja), or take an instruction-tuned model"
-        )
+    _tell_of_unknown_end(tokenizer, end_of_turn_ids, config)
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)
@@ -125,6 +119,26 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         total, trained = count_parameters(model).values()
         say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return policy
+
+
+def _tell_of_unknown_end(tokenizer, end_of_turn_ids: list[int], config: ModelConfig) -> None:
+    """Say what the template writes after an answer, if no end-of-turn token of the model is there."""
+    asks, says = "(a question)", "(an answer)"
+    turns = [{"role": role, "content": text} for role, text in (("user", asks), ("assistant", says), ("user", asks))]
+    try:
+        _, found, after = tokenizer.decode(encode_prompt(tokenizer, turns)).rpartition(says)
+    except UserError:  # the template wants other messages
+        return
+    after = after.partition(asks)[0]  # with the header of the question: GLM's ends a turn
+    if not found or any(tokenizer.decode([token]) in after for token in end_of_turn_ids):
+        return
+    own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
+    say(
+        f"--model {shown(config.model)}: the chat template ends an answer with "
+        f"{printable(repr((after.split() or [after])[0]), 60)}, but only {own} ends a completion, so that completions "
+        "run to their limit: give a base model another template (--chat-template recipes/base_model.jinja), or take an "
+        "instruction-tuned model"
+    )
 
 
 def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:

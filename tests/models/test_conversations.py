@@ -635,8 +635,23 @@ def as_text(rows: list[dict], _: Path) -> list[dict]:
     return rows
 
 
+def in_other_forms(rows: list[dict], _: Path) -> list[dict]:
+    """Calls without a `function`, with other names of their arguments; and OpenAI's older names."""
+    rows = json.loads(json.dumps(rows))
+    for row, name in zip(rows, ("arguments", "args", "parameters"), strict=True):
+        function = row["messages"][1]["tool_calls"][0]["function"]
+        row["messages"][1]["tool_calls"] = [{"id": "callabcde", "name": function["name"], name: function["arguments"]}]
+        row["messages"][2]["role"] = "function"
+    del rows[2]["messages"][1]["tool_calls"]
+    rows[2]["messages"][1] |= {
+        "content": None,
+        "function_call": {"id": "callabcde", "name": "clock", "arguments": "{}"},
+    }
+    return rows
+
+
 @pytest.mark.parametrize(
-    "source", [from_parquet, from_json, as_text, lambda rows, _: list(datasets.Dataset.from_list(rows))]
+    "source", [from_parquet, from_json, as_text, in_other_forms, lambda rows, _: list(datasets.Dataset.from_list(rows))]
 )
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_all_sources_give_the_same_tool_rows(name, source, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.chat import THOUGHTS, begin_completions, decode, encode_chat, encode_conversation, encode_prompt
+from common.chat import begin_completions, decode, encode_chat, encode_conversation, encode_prompt
 from common.errors import UserError
+from common.messages import THOUGHTS
 from common.trajectory import Trajectory
 from tasks import arithmetic
 
@@ -367,6 +368,18 @@ def test_a_thought_continues_the_prompt_that_opens_it(bundled, capsys, opening, 
     assert ("1 of 1 rows do not continue" in capsys.readouterr().out) == (not prompt_ends.endswith(opening))
 
 
+@pytest.mark.parametrize(("content", "learned"), [("So: 27", "27"), ("27", "27")])
+def test_an_answer_continues_a_given_prefix(bundled, capsys, content, learned):
+    tokenizer = with_template(bundled, CHATML)
+    begin_completions(tokenizer, "So: ")
+    messages = [user("16+11?"), assistant(content), user("And?"), assistant(content)]
+    ids, mask = encode_chat(tokenizer, messages, [bundled.eos_token_id])
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert masked(tokenizer, ids, mask) == (learned + "<|im_end|>") * 2
+    tell_of_openings(tokenizer, [Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=0)])
+    assert ("1 of 1 rows do not continue 'So: '" in capsys.readouterr().out) == (content == learned)
+
+
 @pytest.mark.parametrize(("template", "turn", "problem"), [
     (CHATML, {"content": "27", "reasoning_content": "16+11"}, "leaves out the reasoning_content .* <think> and"),
     (CHATML, {"content": "27", "reasoning_content": "7"}, "leaves out the reasoning_content"),  # as in the answer
@@ -375,6 +388,7 @@ def test_a_thought_continues_the_prompt_that_opens_it(bundled, capsys, opening, 
     (QWEN_3, {"content": "27", "reasoning": "16+11"}, None),  # transformers renames it
     (QWEN_3, {"content": "27", "reasoning_content": None, "thinking": ""}, None),
     (QWEN_3, {"content": THOUGHT}, "leaves out the thought of message 1"),
+    (QWEN_3, {"content": "Sure." + THOUGHT}, "leaves out the content of message 1"),
     (CHATML, {"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "leaves out the call of message 1"),
 ])  # fmt: skip
 def test_a_part_of_an_answer_is_rendered_or_refused(bundled, template, turn, problem):
@@ -391,7 +405,7 @@ def test_a_part_of_an_answer_is_rendered_or_refused(bundled, template, turn, pro
     calls = (partial(encode_prompt, tokenizer, longer[:-1]), partial(encode_conversation, tokenizer, longer),
              partial(encode_chat, tokenizer, longer, [bundled.eos_token_id]))  # fmt: skip
     for call in calls:
-        if problem is None or set(turn).isdisjoint(THOUGHTS):
+        if problem is None or set(turn).isdisjoint((*THOUGHTS, "tool_calls")):
             call()
         else:
             with pytest.raises((ValueError, UserError), match=problem):
