@@ -7,10 +7,12 @@ texts if it reads no messages), `completion_ids`, `trainer_state` with `global_s
 
 import asyncio
 import copy
+import dis
 import functools
+import gc
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -262,27 +264,32 @@ def _log_all(logged: Logged, name: str, value: float) -> None:
 def _watcher(seen: set[str]) -> Callable[[Iterable[dict]], list[dict]]:
     """Makes conversations that note in `seen` when code looks at a "conversation", or opens a "message" of it."""
 
-    def noting(what: str, kind: type, methods: str) -> dict[str, Callable]:
-        def note(method: Callable) -> Callable:
+    def watched(kind: type, what: dict[str, str]) -> type:
+        def noting(name: str, method: Callable) -> Callable:
             def noted(self, *arguments):
-                seen.add(what)
+                seen.add(name)
                 return method(self, *arguments)
 
             return noted
 
-        return {name: note(getattr(kind, name)) for name in methods.split()}
+        methods = {method: noting(name, getattr(kind, method)) for name in what for method in what[name].split()}
+        plain = {"__reduce_ex__": lambda self, _: (kind, (kind(self),))}  # for a copy, and for another process
+        return type(kind.__name__, (kind,), methods | plain)
 
-    def reduce(self, _: int) -> tuple:  # a copy, and what another process gets, is a plain list or dict
-        seen.add("message")
-        return type(self).__base__, (type(self).__base__(self),)
-
-    look = "__getitem__ __len__ __iter__ __contains__ __eq__ __ne__ __add__ __mul__ __repr__ count index"
-    looking = noting("conversation", list, look)
-    opening = noting("message", dict, "__getitem__ __contains__ __iter__ keys values items get pop copy")
-    opening |= noting("conversation", dict, "__repr__")  # str(conversation) shows a message, and reads nothing of it
-    message = type("dict", (dict,), opening | {"__reduce_ex__": reduce})
-    conversation = type("list", (list,), looking | {"__reduce_ex__": reduce})
+    opening = "__getitem__ __contains__ __iter__ keys values items get pop copy"
+    message = watched(
+        dict, {"message": opening, "conversation": "__repr__"}
+    )  # str() shows one, and reads nothing of it
+    looking = "__getitem__ __len__ __iter__ __contains__ __eq__ __ne__ __add__ __mul__ __repr__ count index"
+    conversation = watched(list, {"conversation": looking})
     return lambda messages: conversation(map(message, messages))
+
+
+def _signature(function: Function) -> dict[str, inspect.Parameter]:
+    try:  # a partial fills parameters of what it wraps
+        return dict(inspect.signature(function, follow_wrapped=not isinstance(function, functools.partial)).parameters)
+    except (TypeError, ValueError):  # it has none
+        return {}
 
 
 def _parameters(function: object, module: ModuleType) -> dict[str, inspect.Parameter]:
@@ -295,59 +302,30 @@ def _parameters(function: object, module: ModuleType) -> dict[str, inspect.Param
     kinds = {one.kind for one in parameters.values()}
     if not (inspect.Parameter.VAR_KEYWORD in kinds and kinds <= _ANY):
         return {}
-    held = map(_signature, _reached(function, module, by_name=False))
-    if wrapped := next((inner for inner in held if ANSWERS & inner.keys()), None):
-        return wrapped
-    codes = _codes(function.__code__) if inspect.isfunction(function) else ()
+    parts = _reached(function, module, by_name=False)
+    for part in parts:
+        if inspect.isroutine(part) and ANSWERS & _signature(part).keys():
+            return _signature(part)
+    codes = [part for part in parts if isinstance(part, CodeType)]
     return parameters if any(answer in code.co_consts for code in codes for answer in ANSWERS) else {}
 
 
-def _signature(function: Function) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # it has none
-        return {}
-
-
-def _reached(function: Function, module: ModuleType, by_name: bool = True) -> list[Function]:
-    """What a function of the module wraps or holds, or calls by its name, and what these do in turn."""
-    found = [function]
-    for reached in found:  # which grows
-        for part in _parts(reached, module, by_name):
-            if callable(part) and not isinstance(part, type) and all(part is not other for other in found):
-                found.append(part)
+def _reached(function: object, module: ModuleType, by_name: bool = True) -> list[object]:
+    """What a function of the module consists of: what it wraps, holds or calls by its name, and the parts of these."""
+    names, found = vars(module), [function]
+    known = {id(function), id(names)}
+    for part in found:  # which grows
+        inner: Iterable[object] = ()
+        if isinstance(part, CodeType):
+            used = {step.argval for step in dis.get_instructions(part) if step.opname == "LOAD_GLOBAL"}
+            is_own = by_name and part.co_filename == module.__file__
+            inner = [*part.co_consts, *(names[name] for name in used if is_own and name in names)]
+        elif module.__name__ in (type(part).__module__, isinstance(part, type) and part.__module__):
+            inner = gc.get_referents(part)
+        elif type(part).__module__ in ("builtins", "functools") and not isinstance(part, type | ModuleType):
+            others = getattr(part, "__globals__", None)  # of a function
+            inner = (value for value in gc.get_referents(part) if value is not others)
+        new = {id(value): value for value in inner if id(value) not in known}
+        known.update(new)
+        found += new.values()
     return found[1:]
-
-
-def _parts(function: Function, module: ModuleType, by_name: bool) -> Iterator[object]:
-    names, held = vars(module), [getattr(function, "__wrapped__", None)]
-    if isinstance(function, functools.partial):
-        held += [function.func, *function.args, *function.keywords.values()]
-    elif inspect.ismethod(function):
-        held += [function.__func__, function.__self__]
-    elif inspect.isfunction(function):
-        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # an empty one
-                held.append(cell.cell_contents)
-        if by_name and function.__globals__ is names:
-            held += [names[name] for code in _codes(function.__code__) for name in code.co_names if name in names]
-    elif type(function).__module__ == module.__name__:
-        held += [type(function), *getattr(function, "__dict__", {}).values()]
-    for item in held:
-        if isinstance(item, type) and item.__module__ == module.__name__:
-            yield from vars(item).values()
-        elif isinstance(item, Mapping):
-            yield from item.values()
-        elif isinstance(item, list | tuple | set):
-            yield from item
-        else:
-            yield item
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _codes(value)

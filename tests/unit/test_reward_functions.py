@@ -63,6 +63,8 @@ SHAPES = {
                   "f = make(k=1)", LENGTHS),
     "partial": ("import functools\ndef base(completions, k, **_): return [k * len(x) for x in C]\n"
                 "f = functools.partial(base, k=1)", LENGTHS),
+    "a partial that is named": ("import functools\ndef base(completions, k, **_): return [k * len(x) for x in C]\n"
+                                "f = functools.update_wrapper(functools.partial(base, k=1), base)", LENGTHS),
     "an object": ("class Length:\n    def __call__(self, completions, **_): return [len(x) for x in C]\nf = Length()",
                   LENGTHS),
     "decorated": ("def later(g):\n    def wrapper(*a, **k): return g(*a, **k)\n    return wrapper\n"
@@ -193,6 +195,8 @@ def test_a_file_without_usable_rewards_is_refused(read, text, sentence):
 
 
 def test_what_other_rewards_call_is_left_out_with_a_word(read, capsys):
+    method = "def format(completions): return map(len, C)\ndef f(completions): return [len('{}'.format(x)) for x in C]"
+    assert read(method).names == ["format", "f"]  # str.format is another one
     text = "def a(completions): return map(len, C)\ndef b(completions): return a(completions)\nPARTS = [b]\n"
     assert read(f"{text}def c(completions): return PARTS[0](completions)").names == ["c"]
     assert "the rewards are c, without a (called by c), b (called by c)" in capsys.readouterr().out
