@@ -36,6 +36,7 @@ SCHEMAS = (
     Schema("OpenRLHF, SFT", {"prompt": "input", "completion": "output"}),
     Schema("Search-R1", {"question": "question", "answer": "golden_answers"}),
     Schema("MATH", {"prompt": "problem"}),
+    Schema("DeepMath", {"question": "question", "answer": "final_answer"}),
     Schema("ShareGPT", {"system": "system", "messages": "conversations"}),
     Schema("Alpaca", {"system": "system", "prompt": "instruction + input", "completion": "output"}),
     Schema("Orca DPO", {"system": "system", "prompt": "question"}),
@@ -67,28 +68,29 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
     Returns:
         The problem of a row that cannot be read, which is then unchanged; and where the fields were found, as text.
     """
-    problem = find_problem(row, fields)
-    lacks_answer = "problem" in fields and not is_own and _lacks_answer(row)
-    if problem is None and not lacks_answer and (is_own or _WITH_TURNS.isdisjoint(fields)):
-        return None, ""
-    if "problem" in fields and "####" in str(row.get("answer")):  # GSM8K's, which no answer of MATH equals
-        return problem, ""
+    problem, wanted = find_problem(row, fields), dict(fields)
+    if "problem" in fields and not is_own:  # task math, which needs an answer as well, unless the solution is boxed
+        if "####" in str(row.get("answer")):  # GSM8K's, which no answer of MATH equals
+            return problem, ""
+        if row.get("answer") is None and not re.search(r"\\(boxed|fbox)", str(row.get("solution"))):
+            wanted["answer"] = _ANSWER
     found, notes = {}, []
     try:
-        if problem is None and not lacks_answer and _is_done(row, fields):
+        if problem is None and len(wanted) == len(fields) and (is_own or _is_done(row, fields)):
             return None, ""
-        for field, wanted in (fields | ({"answer": _ANSWER} if lacks_answer else {})).items():
-            kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-            own_problem = find_problem(row, {field: wanted})
+        for field, kind in wanted.items():
+            own_problem = find_problem(row, {field: kind})
             if own_problem is None and (is_own or field not in {"answer", *_WITH_TURNS}):
                 continue
+            kinds = kind if isinstance(kind, tuple) else (kind,)
             value, path = _find(row, field, kinds)
             value = _decoded(row, value, kinds)
-            if value is None and field == "answer" and "problem" in fields:
-                continue  # the task will say so
+            if value is None and field not in fields:
+                continue  # the task will say that there is no answer
             if value is None:
+                own_problem = own_problem or f"the field {field!r} is empty"
                 return own_problem + (MORE if field not in row and not is_own else ""), ""
-            if (problem := find_problem({field: value}, {field: wanted})) is not None:
+            if (problem := find_problem({field: value}, {field: kind})) is not None:
                 return problem, ""
             if value is not row.get(field):
                 found[field] = value
@@ -103,49 +105,45 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
     return None, ", ".join(notes)
 
 
-def _lacks_answer(row: Row) -> bool:
-    """Whether task math finds no answer, although its FIELDS do not ask for one: a boxed solution has one."""
-    return row.get("answer") is None and not re.search(r"\\(boxed|fbox)", str(row.get("solution")))
-
-
 def _is_done(row: Row, fields: Fields) -> bool:
-    """Whether all turns are plain, as in most rows."""
-    is_plain = all(plain(row[field]) is row[field] for field in _WITH_TURNS if field in fields)
-    return is_plain and not isinstance(row.get("tools"), str) and not ("prompt" in fields and _systems(row))
+    """Whether there is nothing to do, as in most rows."""
+    turns = [row[field] for field in _WITH_TURNS if field in fields]
+    if not all(plain(value) is value for value in turns):
+        return False
+    return not turns or not (isinstance(row.get("tools"), str) or _system(row) or _is_verdict(row))
 
 
 def _find(row: Row, field: str, kinds: tuple[type, ...]) -> tuple[object, str]:
     """The value for a field and the path where it was found; None if there is none."""
-    value = row.get(field)
     if field == "answer":
         return _answer(row, kinds)
-    if field in ("question", "problem") and value is None:
+    if field in ("question", "problem") and row.get(field) is None:
         return _question(row, field)
     if field == "prompt":
         return _prompt(row, kinds)
     if field == "messages":
         return _conversation(row)
     if field in ("chosen", "rejected"):
-        if value is None and _is_verdict(row):
+        if row.get(field) is None and _is_verdict(row):
             raise ValueError(f"a completion with a label (KTO) is no pair{MORE}")
-        return plain(value), field
+        return plain(row.get(field)), field
     paths = [field, *_PATHS.get(field, ())]
     return next(((found, path) for path in paths if (found := _at(row, path)) is not None), (None, field))
 
 
 def _question(row: Row, field: str) -> tuple[object, str]:
     """The question as it was before a prompt was made of it, else the only turn of a prompt."""
-    asked = _candidates(row, "prompt", but=("question", "problem"))
-    for path in _PATHS["question"]:
-        if isinstance(text := _at(row, path), str) and text.strip():
-            for name, prompt in asked.items():
-                last = as_turns(prompt, "user")[-1:]
-                if not last or " ".join(text.split()) not in " ".join(str(last[0].get("content")).split()):
-                    raise _differ("questions", path, name)
-            return text, path + ("".join(f" (without what {name} adds)" for name in asked if asked[name] != text))
-    prompt, path = _agreed(asked, "questions", lambda prompt: as_turns(prompt, "user"))
-    turns = as_turns(prompt, "user")
-    if prompt is not None and [turn["role"] for turn in turns] != ["user"]:
+    prompts = _prompts(row)
+    turns, path = _asked(row, {name: prompts[name] for name in prompts if name not in ("question", "problem")})
+    for known in _PATHS["question"]:
+        if isinstance(text := _at(row, known), str) and text.strip():
+            prompt = str(turns[-1].get("content")) if turns else text
+            if " ".join(text.split()) not in " ".join(prompt.split()):
+                raise _differ("questions", known, path)
+            return text, known + (f" (without what {path} adds)" if len(turns) > 1 or prompt != text else "")
+    if _system(row):
+        raise _lost("system")
+    if turns and [turn["role"] for turn in turns] != ["user"]:
         convert = CONVERT.format(f"map(lambda row: {{{field!r}: row[{path!r}][-1]['content']}})")
         said = ", ".join(turn["role"] for turn in turns)
         raise ValueError(
@@ -156,32 +154,43 @@ def _question(row: Row, field: str) -> tuple[object, str]:
 
 
 def _prompt(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
-    """The prompt: text if it is one turn of the user, else turns up to the last one that is not the assistant's."""
+    """The prompt: its own form or, where a row has none, text if it is one turn of the user; else turns."""
     own = plain(row.get("prompt"))
-    found = _candidates(row, "prompt") if own is None else {"prompt": own}
-    prompt, path = _agreed(found, "prompts", lambda prompt: as_turns(prompt, "user"))
-    if prompt is None:
-        paths = [*_PATHS["messages"], *(_PATHS["history"] if row.get("rejected") is not None else ())]
-        path = next((path for path in paths if isinstance(plain(row.get(path)), list)), "prompt")
-        prompt = list(plain(row.get(path)) or ())
-        while prompt and prompt[-1]["role"] == "assistant":
-            prompt.pop()
-    asked = as_turns(prompt, "user")
+    asked, path = _asked(row, _prompts(row) if own is None else {"prompt": own})
     turns = _with_system(row, asked)
-    is_question = [turn["role"] for turn in turns] == ["user"]
     if turns is not asked:
-        own, path = None, f"system and {path}"
-    elif is_question and (list not in kinds or (own is None and str in kinds)):
-        return turns[0]["content"], path
-    return (own or turns or None), path
+        return turns, f"system and {path}"
+    is_text = str in kinds and (list not in kinds or not isinstance(own, list))
+    return turns[0]["content"] if is_text and [turn["role"] for turn in turns] == ["user"] else turns or None, path
+
+
+def _prompts(row: Row) -> dict[str, object]:
+    """The values of all paths of prompts; Alpaca's `input` alone is none."""
+    found = {path: plain(value) for path in _PATHS["prompt"] if (value := _at(row, path)) not in (None, "")}
+    parts = {part for path in found if "+" in path for part in path.split(" + ")}
+    return {path: value for path, value in found.items() if path not in parts}
+
+
+def _asked(row: Row, prompts: dict[str, object]) -> tuple[list[dict], str]:
+    """The turns of these prompts, which must agree, else of a conversation, without those that answer; [] if none."""
+    turns, path = _agreed({name: as_turns(prompt, "user") for name, prompt in prompts.items()}, "prompts")
+    if turns is not None:  # HH's prompt ends where the answer begins
+        is_open = turns and turns[-1]["role"] == "assistant" and turns[-1].get("content") == ""
+        return turns[:-1] if is_open else turns, path
+    paths = [*_PATHS["messages"], *(_PATHS["history"] if row.get("rejected") is not None else ())]
+    path = next((path for path in paths if isinstance(plain(row.get(path)), list)), "prompt")
+    turns = list(plain(row.get(path)) or ())
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns, path
 
 
 def _answer(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
     """The gold answer; a verdict on a completion is none."""
     found = {path: _gold(_at(row, path)) for path in dict.fromkeys(["answer", *_PATHS["answer"]])}
     found = {path: gold for path, gold in found.items() if gold is not None}
-    solution = found.pop("solution", None)
-    if not found and isinstance(solution, str) and (only := _SHORT.fullmatch(solution)):
+    solution = found.pop("solution", [])
+    if not found and not isinstance(solution, list) and (only := _SHORT.fullmatch(_last(solution))):
         found["solution"] = (only[1] or only[2]).strip()
     gold, path = _agreed(found, "answers", _compared)
     if gold is None and isinstance(row.get("label"), bool):
@@ -200,47 +209,51 @@ def _gold(value: object) -> object:
 
 
 def _compared(gold: object) -> object:
-    """What two spellings of an answer must have in common: GSM8K's worked answer has it after ####."""
-    if isinstance(gold, list):
-        return _compared(gold[0]) if len(gold) == 1 else sorted(map(str, gold))
+    """What two spellings of an answer must have in common."""
+    return sorted(map(_last, gold if isinstance(gold, list) else [gold]))
+
+
+def _last(gold: object) -> str:
+    """GSM8K's worked answer has the answer after ####."""
     return str(gold).rpartition("####")[2].strip()
 
 
 def _conversation(row: Row) -> tuple[object, str]:
     """The conversation to learn from."""
-    if row.get("messages") is not None:
-        return plain(row["messages"]), "messages"
-    found = {}
-    for schema in SCHEMAS:
-        path = schema.reads.get("messages")
-        if path is not None and row.get(path) is not None:
-            turns = plain(row[path])
-            found[path] = _with_system(row, turns) if isinstance(turns, list) else turns
-        elif "completion" in schema.reads:
-            paths = schema.reads["prompt"], schema.reads["completion"]
-            prompt, completion = (_at(row, path) for path in paths)
-            if prompt is None or completion is None or (paths[0] == "input" and "instruction" in row):
-                continue
-            if _is_verdict(row):
-                good = CONVERT.format("filter(lambda row: row['label']).remove_columns('label')")
-                raise ValueError(f"a completion with a label (KTO) may be a bad one: {good} keeps the good ones")
-            if lost := [name for name in ("history", "context") if row.get(name)]:
-                raise ValueError(f"the field {lost[0]!r} would be left out{MORE}")
-            turns = [*as_turns(prompt, "user"), *as_turns(completion, "assistant")]
-            found[" and ".join(paths)] = _with_system(row, turns)
-    return _agreed(found, "conversations")
+    paths = ["messages"] if row.get("messages") is not None else _PATHS["messages"]
+    found = {path: plain(row[path]) for path in paths if row.get(path) is not None}
+    if "messages" not in found:
+        prompts = _prompts(row)
+        for schema in SCHEMAS:
+            asked, given = (schema.reads.get(kind, "") for kind in ("prompt", "completion"))
+            if asked in prompts and (completion := _at(row, given)) is not None:
+                found[f"{asked} and {given}"] = [
+                    *_asked(row, {asked: prompts[asked]})[0],
+                    *as_turns(completion, "assistant"),
+                ]
+                if lost := [name for name in ("history", "context") if row.get(name)]:
+                    raise _lost(lost[0])
+    turns, path = _agreed(found, "conversations")
+    if turns is not None and _is_verdict(row):
+        good = CONVERT.format("filter(lambda row: row['label']).remove_columns('label')")
+        raise ValueError(f"a completion with a label (KTO) may be a bad one: {good} keeps the good ones")
+    whole = _with_system(row, turns) if isinstance(turns, list) else turns
+    return whole, path if whole is turns else f"system and {path}"
 
 
 def _is_verdict(row: Row) -> bool:
-    return row.get("completion") is not None and str(row.get("label")).lower() in ("true", "false", "0", "1")
+    """Whether a row says that its completion is good or bad."""
+    label = str(row.get("label", row.get("kto_tag"))).lower()
+    return label in ("true", "false") or (row.get("completion") is not None and label in ("0", "1"))
 
 
 def _agreed(found: dict[str, object], what: str, compared=lambda value: value) -> tuple[object, str]:
     """The first of several values, which must all be the same."""
-    for path, value in list(found.items())[1:]:
-        if compared(value) != compared(next(iter(found.values()))):
-            raise _differ(what, next(iter(found)), path)
-    return next(((value, path) for path, value in found.items()), (None, ""))
+    (first, value), *others = found.items() or [("", None)]
+    for path, other in others:
+        if compared(other) != compared(value):
+            raise _differ(what, first, path)
+    return value, first
 
 
 def _differ(what: str, path: str, other: str) -> ValueError:
@@ -248,11 +261,9 @@ def _differ(what: str, path: str, other: str) -> ValueError:
     return ValueError(f"{path!r} and {other!r} are different {what}: {keep} keeps the first")
 
 
-def _candidates(row: Row, kind: str, but: tuple[str, ...] = ()) -> dict[str, object]:
-    found = {path: _at(row, path) for path in _PATHS[kind] if path not in but}
-    found = {path: plain(value) for path, value in found.items() if value not in (None, "")}
-    parts = {part for path in found if "+" in path for part in path.split(" + ")}
-    return {path: value for path, value in found.items() if path not in parts}
+def _lost(name: str) -> ValueError:
+    keep = CONVERT.format(f"remove_columns({name!r})")
+    return ValueError(f"the field {name!r} would be left out: {keep} removes it{MORE}")
 
 
 def _at(row: dict, path: str) -> object:
@@ -294,13 +305,19 @@ def as_turns(value: object, role: str) -> list[dict]:
 
 
 def _with_system(row: Row, turns: list[dict]) -> list[dict]:
-    texts = _systems(row)
-    is_needed = bool(turns and texts) and turns[0]["role"] != "system"
-    return [{"role": "system", "content": texts[0]}, *turns] if is_needed else turns
+    """The turns with the system turn of the row's own field; both must be the same."""
+    system = _system(row)
+    if not (turns and system):
+        return turns
+    if turns[0]["role"] != "system":
+        return [{"role": "system", "content": row[system]}, *turns]
+    _agreed({"the system turn": turns[0]["content"], system: row[system]}, "system turns", str.strip)
+    return turns
 
 
-def _systems(row: Row) -> list[str]:
-    return [row[path] for path in ("system", "system_prompt") if isinstance(row.get(path), str) and row[path].strip()]
+def _system(row: Row) -> str | None:
+    names = ("system", "system_prompt")
+    return next((name for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
 
 
 def plain(value: object) -> object:
@@ -315,7 +332,7 @@ def plain(value: object) -> object:
         ValueError: a speaker is unknown, or a part is no text.
     """
     if isinstance(value, str):
-        parsed = _parsed(value) if value.lstrip().startswith("[{") else None
+        parsed = _parsed(value) if re.match(r"\s*\[\s*\{", value) else None
         if isinstance(parsed, list) and all(
             isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in parsed
         ):
@@ -323,10 +340,8 @@ def plain(value: object) -> object:
         elif _HH.match(value):
             _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + value.lstrip())
             roles = [{"Human": "user", "Assistant": "assistant"}[name] for name in parts[::2]]
-            turns = [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
-            return turns if turns[-1]["content"] else turns[:-1]  # a prompt ends where the answer begins
-    if isinstance(value, dict):
-        value = [value]
+            return [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or all(map(_is_plain, value)):
         return value
     turns = [_plain_turn(turn, position) for position, turn in enumerate(value)]
@@ -339,30 +354,28 @@ def _is_plain(turn: object) -> bool:
     return is_usual and turn.get("role") in ("user", "assistant", "system", "tool")
 
 
-def _plain_turn(turn: object, position: int) -> object:
-    if isinstance(turn, dict):
-        of_sharegpt, content = turn.get("from") is not None, turn.get("content")
-        speaker = turn["from"] if of_sharegpt else turn.get("role")
-        if of_sharegpt:
-            content, turn = turn.get("value"), {name: turn[name] for name in turn.keys() - {"from", "value"}}
-        if of_sharegpt and speaker not in list(ROLES):
+def _plain_turn(turn: object, position: int) -> dict:
+    if not isinstance(turn, dict):
+        check_message(turn, position)
+    turn = dict(turn)
+    speaker = turn.get("role")
+    if turn.get("from") is not None:
+        speaker, content = turn.pop("from"), turn.pop("value", None)
+        if speaker not in list(ROLES):
             raise ValueError(
                 f"message {position} is from {short(speaker)}, and not from one of {', '.join(ROLES)}{MORE}"
             )
-        if isinstance(content, list):
-            content = "".join(_text_of(part, position) for part in content)
-        if speaker == "function_call":
-            calls = _parsed(content) if isinstance(content, str) else None
-            calls = calls if isinstance(calls, list) else [calls]
-            if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-                raise ValueError(f"message {position} is a call that is no JSON with a name")
-            turn, content = turn | {"tool_calls": [{"type": "function", "function": call} for call in calls]}, ""
-        is_known = of_sharegpt or speaker in ("human", "gpt")
-        turn = (
-            turn
-            | ({"role": ROLES[speaker]} if is_known else {})
-            | ({"content": content} if content is not None else {})
-        )
+        turn |= {"role": ROLES[speaker]} | ({"content": content} if content is not None else {})
+    elif speaker in ("human", "gpt"):
+        turn["role"] = ROLES[speaker]
+    if isinstance(turn.get("content"), list):
+        turn["content"] = "".join(_text_of(part, position) for part in turn["content"])
+    if speaker == "function_call":
+        calls = _parsed(turn["content"]) if isinstance(turn.get("content"), str) else None
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            raise ValueError(f"message {position} is a call that is no JSON with a name")
+        turn |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     check_message(turn, position)
     return turn
 
