@@ -4,14 +4,11 @@ A row that has the fields that are asked for stays as it is. Otherwise they are 
 added. No other field is removed: reward functions may want it.
 """
 
-import json
 import re
 from typing import NamedTuple
 
-from common.chat import check_message
-
-from harness.base.terminal import short
 from harness.data.rows import Fields, Row, find_problem
+from harness.data.turns import MORE, as_turns, parsed, plain
 
 
 class Schema(NamedTuple):
@@ -43,20 +40,16 @@ SCHEMAS = (
     Schema("OpenOrca", {"system": "system_prompt", "prompt": "question", "completion": "response"}),
     Schema("OpenAI", {"messages": "messages"}),
 )
-# The speakers of ShareGPT, and their roles
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-ROLES |= {"tool": "tool", "observation": "tool", "function_call": "assistant"}
 
 _PATHS = {  # by what is read
     kind: list(dict.fromkeys(schema.reads[kind] for schema in SCHEMAS if kind in schema.reads))
     for kind in {kind for schema in SCHEMAS for kind in schema.reads}
 }
 CONVERT = "datasets.load_dataset('json', data_files=FILE, split='train').{}.to_json('rows.jsonl')"
-MORE = "; docs/data.md shows what is read, and how to convert the rest"
 _WITH_TURNS = {"messages", "prompt", "chosen", "rejected"}
+_BESIDE_TURNS = {"system", "system_prompt", "label", "kto_tag"}
 _ANSWER = (str, int, float, list)
 _SHORT = re.compile(r"\s*(?:\$([^$]+)\$|(\S+))\s*")  # a solution that is only the answer
-_HH = re.compile(r"\s*Human:.*?\n\nAssistant:", re.DOTALL)
 
 
 def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None, str]:
@@ -74,6 +67,8 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
             return problem, ""
         if row.get("answer") is None and not re.search(r"\\(boxed|fbox)", str(row.get("solution"))):
             wanted["answer"] = _ANSWER
+    if "messages" in fields and isinstance(row.get("tools"), str) and row["tools"]:
+        wanted["tools"] = list
     found, notes = {}, []
     try:
         if problem is None and len(wanted) == len(fields) and (is_own or _is_done(row, fields)):
@@ -84,7 +79,6 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
                 continue
             kinds = kind if isinstance(kind, tuple) else (kind,)
             value, path = _find(row, field, kinds)
-            value = _decoded(row, value, kinds)
             if value is None and field not in fields:
                 continue  # the task will say that there is no answer
             if value is None:
@@ -95,10 +89,6 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
             if value is not row.get(field):
                 found[field] = value
                 notes += [f"{field} from {path}"] if path != field else []
-        if "messages" in fields and isinstance(row.get("tools"), str):
-            found["tools"] = _parsed(row["tools"] or "[]")
-            if not isinstance(found["tools"], list):
-                raise ValueError('"tools" is not a list of JSON schemas')
     except ValueError as error:
         return str(error), ""
     row.update(found)
@@ -108,27 +98,26 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
 def _is_done(row: Row, fields: Fields) -> bool:
     """Whether there is nothing to do, as in most rows."""
     turns = [row[field] for field in _WITH_TURNS if field in fields]
-    if not all(plain(value) is value for value in turns):
-        return False
-    return not turns or not (isinstance(row.get("tools"), str) or _system(row) or _is_verdict(row))
+    has_more = row.keys() & _BESIDE_TURNS and (_system(row) or _verdict(row))
+    return not turns or (not has_more and all(value and plain(value) is value for value in turns))
 
 
 def _find(row: Row, field: str, kinds: tuple[type, ...]) -> tuple[object, str]:
     """The value for a field and the path where it was found; None if there is none."""
+    value = row.get(field)
     if field == "answer":
         return _answer(row, kinds)
-    if field in ("question", "problem") and row.get(field) is None:
+    if field in ("question", "problem") and value is None:
         return _question(row, field)
     if field == "prompt":
         return _prompt(row, kinds)
     if field == "messages":
         return _conversation(row)
-    if field in ("chosen", "rejected"):
-        if row.get(field) is None and _is_verdict(row):
-            raise ValueError(f"a completion with a label (KTO) is no pair{MORE}")
-        return plain(row.get(field)), field
+    if field in ("chosen", "rejected") and value is None and _verdict(row):
+        raise ValueError(f"a completion with a label (KTO) is no pair{MORE}")
     paths = [field, *_PATHS.get(field, ())]
-    return next(((found, path) for path in paths if (found := _at(row, path)) is not None), (None, field))
+    value, path = next(((found, path) for path in paths if (found := _at(row, path)) is not None), (None, field))
+    return plain(value) if field in _WITH_TURNS else _decoded(row, value, kinds), path
 
 
 def _question(row: Row, field: str) -> tuple[object, str]:
@@ -195,16 +184,15 @@ def _answer(row: Row, kinds: tuple[type, ...]) -> tuple[object, str]:
     gold, path = _agreed(found, "answers", _compared)
     if gold is None and isinstance(row.get("label"), bool):
         raise ValueError(f"'label' is true or false, as in KTO, which is no answer{MORE}")
-    if isinstance(gold, list) and len(gold) == 1 and list not in kinds and path != "answer":
-        gold = gold[0]
-    return gold, path
+    is_list = isinstance(gold, list) and len(gold) == 1 and list not in kinds and path != "answer"
+    return gold[0] if is_list else _decoded(row, gold, kinds), path
 
 
 def _gold(value: object) -> object:
     if isinstance(value, dict) and [name for name, part in value.items() if part is not None] == ["target"]:
         value = value["target"]  # Search-R1 in verl's schema
     if isinstance(value, str) and value.startswith('["'):
-        value = _parsed(value) or value
+        value = parsed(value) or value
     return None if isinstance(value, bool | dict) else value
 
 
@@ -222,29 +210,26 @@ def _conversation(row: Row) -> tuple[object, str]:
     """The conversation to learn from."""
     paths = ["messages"] if row.get("messages") is not None else _PATHS["messages"]
     found = {path: plain(row[path]) for path in paths if row.get(path) is not None}
-    if "messages" not in found:
-        prompts = _prompts(row)
-        for schema in SCHEMAS:
-            asked, given = (schema.reads.get(kind, "") for kind in ("prompt", "completion"))
-            if asked in prompts and (completion := _at(row, given)) is not None:
-                found[f"{asked} and {given}"] = [
-                    *_asked(row, {asked: prompts[asked]})[0],
-                    *as_turns(completion, "assistant"),
-                ]
-                if lost := [name for name in ("history", "context") if row.get(name)]:
-                    raise _lost(lost[0])
+    prompts = {} if "messages" in found else _prompts(row)
+    for asked, given in ((schema.reads.get("prompt"), schema.reads.get("completion", "")) for schema in SCHEMAS):
+        if asked in prompts and (completion := _at(row, given)) is not None:
+            turns, _ = _asked(row, {asked: prompts[asked]})
+            found[f"{asked} and {given}"] = [*turns, *as_turns(completion, "assistant")]
+            for name in ("history", "context"):
+                if row.get(name):
+                    raise _lost(name)
     turns, path = _agreed(found, "conversations")
-    if turns is not None and _is_verdict(row):
-        good = CONVERT.format("filter(lambda row: row['label']).remove_columns('label')")
+    if turns is not None and (verdict := _verdict(row)):
+        good = CONVERT.format(f"filter(lambda row: row[{verdict!r}]).remove_columns({verdict!r})")
         raise ValueError(f"a completion with a label (KTO) may be a bad one: {good} keeps the good ones")
     whole = _with_system(row, turns) if isinstance(turns, list) else turns
     return whole, path if whole is turns else f"system and {path}"
 
 
-def _is_verdict(row: Row) -> bool:
-    """Whether a row says that its completion is good or bad."""
-    label = str(row.get("label", row.get("kto_tag"))).lower()
-    return label in ("true", "false") or (row.get("completion") is not None and label in ("0", "1"))
+def _verdict(row: Row) -> str | None:
+    """The field that says whether a completion is good (KTO)."""
+    spelled = ("true", "false") if row.get("completion") is None else ("true", "false", "0", "1")
+    return next((name for name in ("label", "kto_tag") if str(row.get(name)).lower() in spelled), None)
 
 
 def _agreed(found: dict[str, object], what: str, compared=lambda value: value) -> tuple[object, str]:
@@ -274,34 +259,18 @@ def _at(row: dict, path: str) -> object:
         return "\n\n".join(filter(None, (first, second))) if is_text else None
     value: object = row
     for key in path.split("."):
-        value = _parsed(value) if isinstance(value, str) else value  # a dict in a CSV file
+        value = parsed(value) if isinstance(value, str) else value  # a dict in a CSV file
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _decoded(row: Row, value: object, kinds: tuple[type, ...]) -> object:
     """A list, or a number of a CSV file, that is written as text where no text is wanted."""
     if isinstance(value, str) and str not in kinds:
-        parsed = _parsed(value)
-        if isinstance(parsed, list | dict) or (row.is_table and type(parsed) in (*kinds, int)):
-            return parsed
+        found = parsed(value)
+        if isinstance(found, list | dict) or (row.is_table and type(found) in (*kinds, int)):
+            return found
     return value
-
-
-# Turns ---------------------------------------------------------------------------------------------------------------
-
-
-def as_turns(value: object, role: str) -> list[dict]:
-    """Turns by `plain`, of which a text is one of `role`."""
-    value = plain(value)
-    return [{"role": role, "content": value}] if isinstance(value, str) else value if isinstance(value, list) else []
 
 
 def _with_system(row: Row, turns: list[dict]) -> list[dict]:
@@ -311,77 +280,10 @@ def _with_system(row: Row, turns: list[dict]) -> list[dict]:
         return turns
     if turns[0]["role"] != "system":
         return [{"role": "system", "content": row[system]}, *turns]
-    _agreed({"the system turn": turns[0]["content"], system: row[system]}, "system turns", str.strip)
+    _agreed({"a system turn": turns[0]["content"], system: row[system]}, "system turns", str.strip)
     return turns
 
 
 def _system(row: Row) -> str | None:
     names = ("system", "system_prompt")
     return next((name for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
-
-
-def plain(value: object) -> object:
-    r"""Turns with role and content, from ShareGPT's, from parts of text, from HH's or JSON's text; other text as it is.
-
-    >>> plain([{"from": "human", "value": "Hi!"}]), plain("Hi!")
-    ([{'role': 'user', 'content': 'Hi!'}], 'Hi!')
-    >>> plain("\n\nHuman: Hi!\n\nAssistant: Hello.")
-    [{'role': 'user', 'content': 'Hi!'}, {'role': 'assistant', 'content': 'Hello.'}]
-
-    Raises:
-        ValueError: a speaker is unknown, or a part is no text.
-    """
-    if isinstance(value, str):
-        parsed = _parsed(value) if re.match(r"\s*\[\s*\{", value) else None
-        if isinstance(parsed, list) and all(
-            isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in parsed
-        ):
-            value = parsed
-        elif _HH.match(value):
-            _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + value.lstrip())
-            roles = [{"Human": "user", "Assistant": "assistant"}[name] for name in parts[::2]]
-            return [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
-    value = [value] if isinstance(value, dict) else value
-    if not isinstance(value, list) or all(map(_is_plain, value)):
-        return value
-    turns = [_plain_turn(turn, position) for position, turn in enumerate(value)]
-    return value if turns == value else turns
-
-
-def _is_plain(turn: object) -> bool:
-    """Whether there is nothing to do, as for most turns."""
-    is_usual = isinstance(turn, dict) and len(turn) == 2 and isinstance(turn.get("content"), str)
-    return is_usual and turn.get("role") in ("user", "assistant", "system", "tool")
-
-
-def _plain_turn(turn: object, position: int) -> dict:
-    if not isinstance(turn, dict):
-        check_message(turn, position)
-    turn = dict(turn)
-    speaker = turn.get("role")
-    if turn.get("from") is not None:
-        speaker, content = turn.pop("from"), turn.pop("value", None)
-        if speaker not in list(ROLES):
-            raise ValueError(
-                f"message {position} is from {short(speaker)}, and not from one of {', '.join(ROLES)}{MORE}"
-            )
-        turn |= {"role": ROLES[speaker]} | ({"content": content} if content is not None else {})
-    elif speaker in ("human", "gpt"):
-        turn["role"] = ROLES[speaker]
-    if isinstance(turn.get("content"), list):
-        turn["content"] = "".join(_text_of(part, position) for part in turn["content"])
-    if speaker == "function_call":
-        calls = _parsed(turn["content"]) if isinstance(turn.get("content"), str) else None
-        calls = calls if isinstance(calls, list) else [calls]
-        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            raise ValueError(f"message {position} is a call that is no JSON with a name")
-        turn |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-    check_message(turn, position)
-    return turn
-
-
-def _text_of(part: object, position: int) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-    if not isinstance(text, str):
-        raise ValueError(f"message {position} has a part that is no text: only text is read")
-    return text
