@@ -98,7 +98,7 @@ def read_as(row: Row, fields: Fields, is_own: bool = False) -> tuple[str | None,
 def _is_done(row: Row, fields: Fields) -> bool:
     """Whether there is nothing to do, as in most rows."""
     turns = [row[field] for field in _WITH_TURNS if field in fields]
-    has_more = row.keys() & _BESIDE_TURNS and (_system(row) or _verdict(row))
+    has_more = not _BESIDE_TURNS.isdisjoint(row) and (_system(row) or _verdict(row))
     return not turns or (not has_more and all(value and plain(value) is value for value in turns))
 
 

@@ -40,8 +40,12 @@ def plain(value: object) -> object:
         ValueError: a speaker is unknown, or a part is no text.
     """
     if isinstance(value, str):
-        found = parsed(value) if re.match(r"\s*\[\s*\{", value) else None
-        if isinstance(found, list) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in found):
+        found = parsed(value) if value.lstrip().startswith("[") else None
+        if (
+            found
+            and isinstance(found, list)
+            and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in found)
+        ):
             value = found
         elif _HH.match(value):
             _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + value.lstrip())
