@@ -27,8 +27,8 @@ from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
-from harness.data.schemas import as_turns
 from harness.data.thoughts import answer_of, read_format, tell_of_openings
+from harness.data.turns import as_turns
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
 HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"

@@ -79,6 +79,11 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(load, capsys):
         assert sentence in said
 
 
+def test_one_empty_answer_of_hh_refuses_no_file(load, capsys):
+    load(ROW, {"chosen": text_of_hh("?", "3"), "rejected": text_of_hh("?", "")})
+    assert "1 of 2 pairs left out: an empty answer (the first: " in capsys.readouterr().out
+
+
 def turns(*texts: str) -> list[dict]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
