@@ -480,13 +480,13 @@ def stop_when(new, old):
     assert re.search(r"step 2: loss/kl is \S+: training ends \(--stop-when loss/kl>0\)", new.output)
 
 
-@changes("--stop-when eval/accuracy>=0")
+@changes("--stop-when eval/accuracy>=0", also="--eval-every 2")
 def stop_when_unknown(new, old):
     assert "--stop-when eval/accuracy>=0: step 0 has no such metric" in new.output
     assert new.read("summary.json")["steps"] == 2
 
 
-@changes("--stop-when eval/sampled/accuracy>=2")
+@changes("--stop-when eval/sampled/accuracy>=2", also="--eval-every 2")
 def stop_when_only_at_the_ends(new, old):
     assert "--stop-when eval/sampled/accuracy>=2: step 2 has no such metric" in new.output
 
