@@ -121,7 +121,8 @@ class Replay:
     def check_metrics(self, step: int) -> None:
         expected = (self.learn_given if self.name in GIVEN else self.learn_samples)(step)
         (found,) = (row for row in rows_of(self.directory) if row["step"] == step and "loss/total" in row)
-        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        rel = 1e-4 if step == 1 else 1e-3  # after an update of AdamW, which enlarges the rounding of small gradients
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=rel, abs=1e-6)
         assert found["lr"] == pytest.approx(self.config["lr"] * self.share_of_rate(step))
         # the flags reach every limit
         assert step == 2 or all(found[key] for key in ("policy/clipped", "policy/capped") if key in found)
