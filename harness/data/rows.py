@@ -15,14 +15,8 @@ from harness.base.terminal import printable
 
 Fields = dict[str, type | tuple[type, ...]]
 
-# The first bytes of other file formats
-_FORMATS = {
-    b"PAR1": "a Parquet file",
-    b"\x1f\x8b": "a compressed file",
-    b"PK\x03\x04": "a compressed file",
-    b"\xff\xfe": "text in UTF-16",
-    b"[": "one JSON array, and each row must be a separate JSON object",
-}
+# The first bytes of files that are not read
+_OTHERS = {b"\x1f\x8b": "a compressed file", b"PK\x03\x04": "a compressed file", b"\xff\xfe": "text in UTF-16"}
 _KINDS = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # by suffix, as `datasets` calls them
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 _JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=str)  # made once, for all rows
@@ -49,11 +43,11 @@ class FieldsError(UserError):
 def read_file(path: Path) -> Iterator[Row | UserError]:
     """The rows of a file: JSONL, one JSON array, CSV or TSV, Parquet or Arrow; an unusable one yields its error."""
     file, head = shown(path), b""
-    with suppress(OSError), path.open("rb") as start:  # `read_jsonl` explains an error
+    with suppress(OSError), path.open("rb") as start:  # `_read_jsonl` explains an error
         head = start.read(1000).removeprefix(_BYTE_ORDER_MARK).lstrip()
     kind = _KINDS.get(path.suffix) or next((kind for begin, kind in _MAGIC.items() if head.startswith(begin)), None)
     if not head:
-        yield from read_jsonl(path)
+        yield from _read_jsonl(path)
     elif path.suffix in (".csv", ".tsv"):
         yield from _read_table(path, file)
     elif kind is not None:
@@ -62,7 +56,7 @@ def read_file(path: Path) -> Iterator[Row | UserError]:
     elif head.startswith(b"["):
         yield from _read_array(path, file)
     else:
-        yield from read_jsonl(path)
+        yield from _read_jsonl(path)
 
 
 def _read_array(path: Path, file: str) -> Iterator[Row | UserError]:
@@ -102,7 +96,7 @@ def _read_table(path: Path, file: str) -> Iterator[Row | UserError]:
         raise UserError(f"{file}: not CSV in UTF-8 after line {number} ({error})") from error
 
 
-def read_jsonl(path: Path) -> Iterator[Row | UserError]:
+def _read_jsonl(path: Path) -> Iterator[Row | UserError]:
     """The rows of a file in order; an unusable line yields the error that explains it."""
     file = shown(path)  # once: doing this for every row would take longer than reading the rows
     if path.is_dir():
@@ -111,25 +105,18 @@ def read_jsonl(path: Path) -> Iterator[Row | UserError]:
         raise UserError(f"{file}: there is no such file (a hub dataset is owner/name[:subset[:split]])")
     try:
         with path.open("rb") as lines:
-            _refuse_other_formats(path, lines.read(1000).removeprefix(_BYTE_ORDER_MARK))
+            head = lines.read(4)
+            if (kind := next((kind for start, kind in _OTHERS.items() if head.startswith(start)), None)) is not None:
+                raise UserError(
+                    f"{file} is {kind}: JSONL in UTF-8 is read (one object per line), a JSON array, CSV, Parquet or "
+                    "Arrow, or a dataset of the hub (owner/name)"
+                )
             lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if bare := line.removeprefix(_BYTE_ORDER_MARK).strip():
                     yield _read_line(bare, f"{file}:{number}")
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
-
-
-def _refuse_other_formats(path: Path, head: bytes) -> None:
-    kind = next((kind for start, kind in _FORMATS.items() if head.lstrip().startswith(start)), None)
-    if path.suffix in (".csv", ".tsv"):
-        kind = "a table"
-    if kind is not None:
-        reader = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "json")
-        raise UserError(
-            f"{shown(path)} is {kind}: JSONL in UTF-8 is read (one object per line), or a dataset of the hub "
-            f"(owner/name); datasets.Dataset.from_{reader}(FILE).to_json('rows.jsonl') writes JSONL"
-        )
 
 
 def _read_line(line: bytes, place: str) -> Row | UserError:

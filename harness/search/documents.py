@@ -1,4 +1,4 @@
-"""Documents to search: read from a directory of .txt and .md files or from a JSONL file, and cut into chunks.
+"""Documents to search: read from a directory of .txt and .md files or from a file of rows, and cut into chunks.
 
 Everything in a document is text, including tool calls and control tokens. Markdown is also cut at its headings.
 """
@@ -16,7 +16,7 @@ from common.errors import UserError
 from harness.base.checks import local_path
 from harness.base.config import shown
 from harness.base.terminal import printable
-from harness.data.rows import FieldsError, find_problem, read_jsonl
+from harness.data.rows import FieldsError, find_problem, read_file
 
 SUFFIXES = (".txt", ".md")
 MAX_HEADING = 200  # characters of the headings in front of a chunk
@@ -49,21 +49,21 @@ def read_corpus(
 ) -> Iterator[Document]:
     """All chunks of a corpus, always in the same order; entries without text are appended to `skipped`.
 
-    The corpus is a directory, searched with all its subdirectories except hidden ones, or one file of text, or a JSONL
-    file with rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids
+    The corpus is a directory, searched with all its subdirectories except hidden ones, or one file of text, or a file
+    of rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids
     path#1, path#2, ...; so is a row of more than `chunk_words` words, and a shorter row keeps its id.
     """
     root, skipped, document = local_path(path, "--corpus"), [] if skipped is None else skipped, None
     if not root.exists():
         raise UserError(f"--corpus {shown(root)}: there is no such file or directory")
-    is_jsonl = root.is_file() and root.suffix.lower() not in SUFFIXES
+    is_rows = root.is_file() and root.suffix.lower() not in SUFFIXES
     try:
-        for document in (_read_rows if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
+        for document in (_read_rows if is_rows else _read_files)(root, chunk_words, chunk_overlap, skipped):
             yield document
     except OSError as error:
         raise UserError(f"{shown(error.filename or root)} cannot be read ({error.strerror})") from error
     if document is None:
-        what = "holds no text" if skipped or is_jsonl else "has no .txt or .md files in it"
+        what = "holds no text" if skipped or is_rows else "has no .txt or .md files in it"
         raise UserError(f"--corpus {shown(root)} {what}")
 
 
@@ -131,7 +131,7 @@ def _read_text(path: Path) -> str:
 
 def _read_rows(path: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
     places: dict[str, str] = {}  # by id
-    for row in read_jsonl(path):
+    for row in read_file(path):
         if isinstance(row, UserError):
             raise row
         field = "text" if "text" in row or "contents" not in row else "contents"

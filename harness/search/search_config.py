@@ -15,7 +15,7 @@ from harness.base.config import ROOT, Count, CountOrZero, InputPath, LocalPath, 
 class IndexConfig:
     """The documents to search, and their index."""
 
-    # documents to search: a directory of .txt and .md files, or JSONL with id and text; None: data/qa_documents.jsonl
+    # documents to search: a directory of .txt and .md files, or rows with id and text; None: data/qa_documents.jsonl
     corpus: OfSearch[InputPath | None] = None
     # file of the index, made when it does not exist; without --corpus it is used as it is; None: one for the content of
     # the corpus, in <runs-dir>/search_index

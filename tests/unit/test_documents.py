@@ -72,6 +72,8 @@ def test_rows_keep_their_ids_and_long_ones_are_cut():
     write_rows({"id": "a", "text": "one two"}, {"id": 7, "contents": '"Title"\nText.'}, {"id": "c", "text": "x " * 9})
     chunks = {"a": "one two", "7": '"Title"\nText.', "c#1": "x x x x x", "c#2": "x x x x x"}
     assert read("docs.jsonl", 5, 1) == chunks
+    write({"docs.json": '[{"id": "a", "text": "b"}]', "docs.csv": "id,contents\na,b\n"})
+    assert read("docs.json") == read("docs.csv") == {"a": "b"}
 
 
 def test_what_a_document_says_is_text_and_nothing_else():
