@@ -53,7 +53,7 @@ class Job:
     """The work of one process, and its trainer."""
 
     trainer: str  # ours or trl
-    policy: str = "tiny"  # or characters, or smollm2
+    policy: str = "tiny"  # or characters, smollm2, or the directory of another model
     beta: float = 0.0
     threads: int = 1
     prompts: int = 16  # per step
@@ -64,6 +64,7 @@ class Job:
     seconds: float | None = None  # CPU seconds until it stops, instead of steps
     eval_every: int = 0  # steps; 0: never
     micro_batch_size: int | None = None  # rows per pass; None: ours 128, TRL 32
+    device: str = "cpu"  # cuda: in bfloat16 over weights in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ def work(job: Job) -> None:
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
     measured = {"steps": clock.steps, "evaluations": clock.evaluations}
-    print(json.dumps(measured | {"peak_bytes": peak_memory_bytes("cpu")}))
+    print(json.dumps(measured | {"peak_bytes": peak_memory_bytes(job.device)}))
 
 
 class JobDoneError(Exception):
@@ -293,6 +294,10 @@ class Clock:
 
     @staticmethod
     def _now() -> dict[str, float]:
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # queued work belongs to this part, too
         return {"cpu": time.process_time(), "wall": time.perf_counter()}
 
 
@@ -324,7 +329,7 @@ def checkpoint_of(job: Job, directory: str) -> str:
     from harness.base.config import TINY_POLICY
 
     if job.policy != "characters":
-        return str(TINY_POLICY if job.policy == "tiny" else ROOT / "smollm2")
+        return {"tiny": str(TINY_POLICY), "smollm2": str(ROOT / "smollm2")}.get(job.policy, job.policy)
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -374,11 +379,12 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     flags = {
         "task": task.__name__.removeprefix("tasks."), "data": data, "eval-data": task.EVAL_DATA,
         "model": checkpoint_of(job, directory), "micro-batch-size": job.micro_batch_size or 128,
-        "tokens-per-micro-batch": 16_384 if job.policy == "smollm2" else 2048,
+        "tokens-per-micro-batch": 2048 if job.policy in ("tiny", "characters") else 16_384,
         "system-prompt": "",  # as for the bundled policy
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
-        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
-        "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
+        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads,
+        "lr": LR.get(job.policy, 1e-9), "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0,
+        "runs-dir": directory, "device": job.device,
     }  # fmt: skip
     with suppress(JobDoneError):
         train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
@@ -457,8 +463,8 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
             seed=job.seed,
             max_steps=num_steps,
             shuffle_dataset=False,
-            use_cpu=True,
-            bf16=False,
+            use_cpu=job.device == "cpu",
+            bf16=job.device != "cpu",
             per_device_train_batch_size=micro_batch_size,
             gradient_accumulation_steps=job.prompts * job.group_size // micro_batch_size,
             num_generations=job.group_size,
@@ -466,7 +472,7 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
             temperature=1.0,
             beta=job.beta,
             loss_type="grpo",
-            learning_rate=LR[job.policy],
+            learning_rate=LR.get(job.policy, 1e-9),
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
