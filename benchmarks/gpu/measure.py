@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -94,8 +95,10 @@ class Bench:
                 list(map(str, command)),
                 cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            while process.poll() is None and time.monotonic() < limit and not (is_enough := enough()):
+            is_enough = False
+            while process.poll() is None and time.monotonic() < limit and not is_enough:
                 time.sleep(0.2)
+                is_enough = enough()
         found = {"seconds": round(time.monotonic() - start, 1), "status": process.returncode}
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -123,7 +126,10 @@ class Bench:
             rows = [json.loads(line) for line in lines if line.endswith("}")]
             return [row for row in rows if "time/step" in row]
 
-        given = [] if "--resume" in flags else ["--name", name, "--device", self.device]
+        given = []
+        if "--resume" not in flags:
+            given = ["--name", name, "--device", self.device]
+            shutil.rmtree(directory, ignore_errors=True)  # of an earlier call
         command = [*launcher, f"{experiment}/train.py", *given, "--runs-dir", self.output / "runs", *flags]
         found = self.run(f"{experiment}-{name}", command, seconds, lambda: len(steps()) == last_step)
         return found, steps(), directory
