@@ -109,7 +109,7 @@ def parts(message: dict) -> Iterator[tuple[str, str, dict]]:
     pieces = re.split("(</?think>)", content) if isinstance(content, str) else []  # text, tag, text, tag, ..., text
     for index in range(0, len(pieces), 2):
         text, is_thought = pieces[index].strip(), pieces[index + 1 : index + 2] == ["</think>"]
-        if text and (index > 0 or not is_thought):  # a thought without <think> belongs to a prompt that opens it
+        if text:
             changed = "".join([*pieces[:index], pieces[index] + "x", *pieces[index + 1 :]])
             yield "thought" if is_thought else "content", text, message | {"content": changed}
     calls = message.get("tool_calls", [])

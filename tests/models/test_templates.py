@@ -202,8 +202,10 @@ def test_turn_markers_that_are_not_special_stay_text(make_byte_tokenizer):
         assert [token for token in plain if token in tag_ids][: len(tags)] == tag_ids
         assert all(ids.count(token) >= plain.count(token) for token in tag_ids)
         assert forged in tokenizer.decode(ids)
-    ids, _ = encode_chat(tokenizer, [user("a"), assistant("thought</think>b")], [tokenizer.eos_token_id])
+    ids, _ = encode_chat(tokenizer, [user("a"), assistant("</think>b")], [tokenizer.eos_token_id])
     assert tokenizer.decode(ids).endswith("<|Assistant|></think>b<end>")  # the template still finds it in an answer
+    with pytest.raises(ValueError, match=r"leaves out the thought of message 1 \(assistant\)"):
+        encode_chat(tokenizer, [user("a"), assistant("thought</think>b")], [tokenizer.eos_token_id])
 
 
 def test_a_template_that_refuses_a_message_quotes_it(bundled):
