@@ -79,9 +79,9 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
         return
     room = device_memory(config.device) if config.gpu_memory is None else config.gpu_memory * GB
     launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
-    shards_nothing = takes_several(config) and not has_accelerator(config)
-    if launches is LAUNCHES and (config.load_in or hasattr(config, "engine_url") or shards_nothing):
-        launches = ("multi_gpu",)
+    needs_whole_weights = config.load_in or hasattr(config, "engine_url") or _has_8bit_moments(config)
+    if launches is LAUNCHES and (needs_whole_weights or (takes_several(config) and not has_accelerator(config))):
+        launches = ("multi_gpu",)  # the others would be refused
     processes = config.gpus or math.ceil(max(2, world_size(), torch.cuda.device_count()) / tensor) * tensor
     size = f"{processes // tensor}x{tensor}" if launches is MESH else f"x{processes}"
     columns = {"one process": (one := memory_of(config, shape, prompt))}
@@ -141,7 +141,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     update = casts + gathered + kept * (1 + IN_PIECES * on_cpu) + largest
     # Adam computes with one weight at a time, or with all together
     step = 2 * largest if on_cpu and not rank else 4 * trained / shards
-    moments = 2 * (1 + 4 / 256) if getattr(config, "optimizer", "") == "adamw_8bit" else 8  # a scale for each block
+    moments = 2 * (1 + 4 / 256) if _has_8bit_moments(config) else 8  # a scale for each block
     optimizer = (4 + moments) * trained / shards
     if launch == "fsdp2":  # the evaluation before training has whole weights, and no optimizer yet
         sampling = max(sampling, weights * (1 - 1 / shards) - optimizer + whole_casts + cache)
@@ -159,6 +159,10 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         held["teacher"] = arithmetic * Shape(replace(config, model=config.teacher)).parameters
     phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}
     return held | phases | {"total": sum(held.values()) + max(phases.values())}
+
+
+def _has_8bit_moments(config: PolicyConfig) -> bool:
+    return getattr(config, "optimizer", "") == "adamw_8bit"
 
 
 def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> float:
