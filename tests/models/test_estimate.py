@@ -53,6 +53,16 @@ def test_it_is_near_every_peak_that_was_measured(load_script, tmp_path, monkeypa
         assert 0.93 < found["peak"] / run["measured"] < 1, name
 
 
+def test_the_table_for_eight_gpus_is_that_of_the_formula(load_script, monkeypatch, capsys):
+    benchmark = load_script("benchmarks/model_memory.py")
+    monkeypatch.setattr(benchmark, "ON_CARDS", (benchmark.ON_CARDS[0], benchmark.ON_CARDS[-1]))
+    monkeypatch.setattr(benchmark, "_store", lambda name, values: None)
+    benchmark.print_cards()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 2
+    assert set(rows) <= set((ROOT / "docs" / "eight_gpus.md").read_text(encoding="utf-8").splitlines())
+
+
 def test_moments_in_8_bits_take_a_quarter(configure):
     config, shape = configure()
     eight = dataclasses.replace(config, optimizer="adamw_8bit")
