@@ -2,6 +2,7 @@
 
     python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
     python benchmarks/model_memory.py --recipes   # the needs of each file in recipes/
+    python benchmarks/model_memory.py --cards     # the table of docs/eight_gpus.md: one GPU, and each of eight
     python benchmarks/model_memory.py --compare   # the estimates for the runs with measured peaks
 
 The measured runs train a freshly initialised model of the shape of Qwen2.5-0.5B in float32, on a CPU; the peak is the
@@ -25,10 +26,11 @@ from viewer.results import read_json, write_json
 
 from harness.base.config import TINY_POLICY
 from harness.cli.parse import parse_config
-from harness.models.estimate import Shape, memory_of
+from harness.models.estimate import FULL, Shape, memory_of
 from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
+ACCELERATE = "experiment_accelerate/train.py"
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 SHAPES = {  # from their config.json on the hub
     "Qwen/Qwen2.5-0.5B-Instruct": {
@@ -82,7 +84,16 @@ OTHER_SIZES = {  # recipes with another model: the flags after their names
     ),
     "qwen2.5_14b_lora": ("gsm8k_qwen2.5_7b_lora", "--model Qwen/Qwen2.5-14B-Instruct"),
 }
-PROMPT = 128  # tokens, in the table
+ON_CARDS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct")
+ON_CARDS += ("meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
+METHODS = {
+    "full": (),
+    "full, no KL": ("--kl-weight", "0"),
+    "LoRA": LORA,
+    "4-bit and LoRA": (*LORA, "--load-in", "4bit"),
+}
+CARDS, CARD = 8, 80  # GPUs, and GB of each
+PROMPT = 128  # tokens, in the tables
 PROMPT_OF_RECIPES = 256
 PROMPT_OF_CHECK = 27  # the longest of the bundled questions
 
@@ -91,6 +102,7 @@ PROMPT_OF_CHECK = 27  # the longest of the bundled questions
 class Command:
     compare: bool = False  # compare with the stored peaks of runs
     recipes: bool = False  # estimate what each recipe needs
+    cards: bool = False  # estimate what one GPU and each of eight need
 
 
 def write_model(place: Path, shape: dict) -> str:
@@ -146,6 +158,28 @@ def print_estimates() -> None:
                 table.add_row(f"{name}, {kind}", *(f"{figure / 1e9:.1f}" for figure in figures.values()))
     Console(width=120).print(table)
     _store("estimates", estimates)
+
+
+def print_cards() -> None:
+    """The table of docs/eight_gpus.md: GB on one GPU / on each of eight with DDP / with FSDP2; bold where it fits."""
+    estimates = {}
+    print("| model | " + " | ".join(METHODS) + " |\n" + "|---" * (len(METHODS) + 1) + "|")
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ON_CARDS:
+            model, cells = write_model(Path(directory) / name, SHAPES[name]), [f"`{name}`"]
+            for kind, flags in METHODS.items():
+                flags = (*flags, "--gradient-checkpointing", "--estimate", "--gpu-memory", str(CARD))
+                launches = {"one": 1, "multi_gpu": CARDS} | ({} if "--load-in" in flags else {"fsdp2": CARDS})
+                found = {
+                    f"{launch} x{count}": estimate(model, flags, PROMPT, launch, count, ACCELERATE, "cuda")["peak"]
+                    for launch, count in launches.items()
+                }
+                estimates[f"{name}, {kind}"] = found
+                marks = ["**" if peak <= FULL * CARD * 1e9 else "" for peak in found.values()]
+                figures = zip(marks, found.values(), strict=True)
+                cells.append(" / ".join(f"{mark}{peak / 1e9:.0f}{mark}" for mark, peak in figures))
+            print("| " + " | ".join(cells) + " |", flush=True)
+    _store("cards", estimates)
 
 
 def print_recipes() -> None:
@@ -213,5 +247,7 @@ if __name__ == "__main__":
         compare()
     elif command.recipes:
         print_recipes()
+    elif command.cards:
+        print_cards()
     else:
         print_estimates()

@@ -66,7 +66,7 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
     split_tensors(size)
     config = start_processes(config)
     with together():
-        check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
+        check_divides("--prompts-per-step", config.prompts_per_step, "prompts", config)
     shape = (data_size(), size)
     return config, init_device_mesh(torch.device(config.device).type, shape, mesh_dim_names=("data", "tensor"))
 

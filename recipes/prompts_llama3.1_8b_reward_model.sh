@@ -4,8 +4,8 @@
 #     NUM_PROCESSES=8 CONFIG=fsdp2 bash recipes/prompts_llama3.1_8b_reward_model.sh
 #     bash recipes/prompts_llama3.1_8b_reward_model.sh -- --reward-model-url http://judge:8000    # instead of the copies
 #
-# Hardware: 60.1 GB on each of eight GPUs, of which the reward model takes 16.1 GB, by --estimate (see
-#     recipes/README.md); not measured. With the reward model on a server: 44.0 GB.
+# Hardware: 76.2 GB on each of eight GPUs, of which the reward model takes 16.1 GB, by --estimate (see
+#     recipes/README.md); not measured. With the reward model on a server: 60.1 GB.
 # Follows: "Language models that think, chat better" (arXiv 2509.20357): the policy thinks before it answers, and a
 #     reward model, Skywork-Reward-V2-Llama-3.1-8B, scores the answer alone.
 # Published: no figure of a reward; the paper evaluates on chat benchmarks.

@@ -115,6 +115,8 @@ def check_combinations(config: ModelConfig) -> None:
             raise UserError(f"{flag(name)} {value} computes in half precision: add --dtype bfloat16")
     if isinstance(config, PolicyConfig):
         _check_training(config)
+    if getattr(config, "gpu_memory", None) is not None:  # an estimate for another machine, with packages of its own
+        return
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
     if getattr(config, "optimizer", "") == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
@@ -147,6 +149,13 @@ def _check_training(config: PolicyConfig) -> None:
     for name in ("wandb_project", "wandb_group"):
         if getattr(config, name) and not config.wandb:
             raise UserError(f"{flag(name)} is for Weights & Biases: add --wandb")
+    for name in ("gpus", "gpu_memory"):
+        if getattr(config, name) and not config.estimate:
+            raise UserError(f"{flag(name)} is for an estimate of memory: add --estimate")
+    if config.gpus and config.gpu_memory is None and not config.device.startswith("cuda"):
+        raise UserError(f"--gpus {config.gpus}: this run is on {config.device}: add --gpu-memory 80 for GPUs of 80 GB")
+    if config.gpus and config.gpus % (tensor := getattr(config, "tensor_parallel", 1)):
+        raise UserError(f"--gpus {config.gpus} cannot be divided into groups of --tensor-parallel {tensor}")
     if size := getattr(config, "minibatch_size", None):
         if size % config.group_size:
             raise UserError(f"--minibatch-size {size} is not a multiple of --group-size {config.group_size}")
@@ -214,8 +223,8 @@ def check_name(name: str | None) -> None:
         raise UserError(f"--name {printable(repr(name), 60)} cannot be the name of a directory")
 
 
-def check_device(name: str) -> None:
-    """Refuse a device that PyTorch does not know or this machine does not have."""
+def check_device(name: str, is_here: bool = True) -> None:
+    """Refuse a device that PyTorch does not know or this machine does not have; with `is_here` False all but CUDA."""
     if name == "auto":
         return
     try:
@@ -224,7 +233,9 @@ def check_device(name: str) -> None:
     except RuntimeError:
         wanted = "cpu, cuda, cuda:<number>, another accelerator that PyTorch knows (mps, xpu), or auto"
         raise UserError(f"--device must be {wanted}, not {printable(name, 40)}") from None
-    if (device.index or 0) >= num_devices:
+    if not is_here and device.type != "cuda":
+        raise UserError(f"--gpu-memory is for an NVIDIA GPU, not for --device {name}: use --device cuda, or omit one")
+    if is_here and (device.index or 0) >= num_devices:
         raise UserError(f"--device {name}: this machine has {num_devices} device(s) of the kind {device.type}")
 
 

@@ -169,6 +169,10 @@ class PolicyConfig(ModelConfig):
     checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
     estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
+    # with --estimate: the number of GPUs; None: all of this machine, and at least 2
+    gpus: OfRun[Count | None] = None
+    # with --estimate: the memory of each GPU in GB, for GPUs that this machine need not have; None: as this machine's
+    gpu_memory: OfRun[Annotated[float, Interval(gt=0, le=1024)] | None] = None
     # open the run's page in the browser, live while it trains; without a screen its address is only printed
     watch: OfRun[bool] = False
     # record this many steps, from the second on: trace.json.gz, which https://ui.perfetto.dev opens; 0: none
@@ -318,14 +322,16 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
     """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
-    device = config.device
-    if device == "auto":
+    device, is_elsewhere = config.device, getattr(config, "gpu_memory", None) is not None
+    if is_elsewhere:  # what the process itself can use; the estimate is for a GPU
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cuda" if torch.cuda.is_available() else "cpu" if accelerator is None else accelerator.type
     on_cuda = device.startswith("cuda")
     dtype = config.dtype
     if dtype is None:
-        fits = on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported()
+        fits = config.kind == "full" and (is_elsewhere or (on_cuda and torch.cuda.is_bf16_supported()))
         dtype = "bfloat16" if fits or config.load_in == "8bit" else "float32"
     attention = config.attn_implementation
     if attention == "auto":

@@ -45,7 +45,7 @@ def parse_config(
         config = _resumed(config, argv)
     checks.check_model(config)
     checks.check_name(getattr(config, "name", None))
-    checks.check_device(config.device)
+    checks.check_device(config.device, is_here=getattr(config, "gpu_memory", None) is None)
     if config.kind not in resolved:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
     checks.check_ranges(config)  # before the task, whose first reward takes time

@@ -25,6 +25,7 @@ from harness.data.context import longest_of_run
 from harness.data.task import Task
 from harness.models.adapters import linear_layers
 from harness.models.pretrained import read_config, set_template, tokenizer_of
+from harness.run.settings import has_accelerator, takes_several
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
@@ -71,24 +72,32 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if config.gpu_memory is not None:
+        config = replace(config, device="cuda")  # this process can be on another device
     shape, prompt = Shape(config), 0 if task is None else _prompt_length(config, task)
     if not is_main():
         return
-    processes, room = max(2, world_size(), torch.cuda.device_count()), device_memory(config.device)
-    one = memory_of(config, shape, prompt)
+    room = device_memory(config.device) if config.gpu_memory is None else config.gpu_memory * GB
     launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
-    processes = math.ceil(processes / tensor) * tensor
-    columns = [one, *(memory_of(config, shape, prompt, launch, processes) for launch in launches)]
+    needs_whole_weights = config.load_in or hasattr(config, "engine_url") or _has_8bit_moments(config)
+    if launches is LAUNCHES and (needs_whole_weights or (takes_several(config) and not has_accelerator(config))):
+        launches = ("multi_gpu",)  # the others would be refused
+    processes = config.gpus or math.ceil(max(2, world_size(), torch.cuda.device_count()) / tensor) * tensor
     size = f"{processes // tensor}x{tensor}" if launches is MESH else f"x{processes}"
+    columns = {"one process": (one := memory_of(config, shape, prompt))}
+    if processes > 1:
+        columns |= {f"{launch} {size}": memory_of(config, shape, prompt, launch, processes) for launch in launches}
     trained = rank_of(config) * shape.ends_of_linear or shape.parameters
     say(f"{shown(config.model)}: {shape.parameters:,} parameters, {trained:,} trained; {config.dtype}, {config.device}")
-    table = Table("GB per device", "one", *(f"{launch} {size}" for launch in launches), box=None)
+    table = Table("GB per device", *columns, box=None)
     for part in one:
-        table.add_row(part, *(f"{bytes_of[part] / GB:.2f}" for bytes_of in columns))
+        table.add_row(part, *(f"{bytes_of[part] / GB:.2f}" for bytes_of in columns.values()))
     Console(width=120).print(table)
-    share = one["total"] / room
-    fits = "fits" if share <= FULL else "does not fit" if share > 1 else "hardly fits"
-    say(f"one process {fits}: {one['total'] / GB:.1f} of {room / GB:.1f} GB ({share:.0%})")
+    for name, bytes_of in columns.items():
+        share = bytes_of["total"] / room
+        fits = "fits" if share <= FULL else "does not fit" if share > 1 else "hardly fits"
+        if name == "one process" or config.device.startswith("cuda"):  # several share the memory of a CPU
+            say(f"{name} {fits}: {bytes_of['total'] / GB:.1f} of {room / GB:.1f} GB ({share:.0%})")
     found = [f"{flags} saves {float(f'{saved / GB:.2g}'):,g} GB" for saved, flags in savings(config, shape, prompt)[:3]]
     say("less memory: " + ("; ".join(found) or "no flag helps much"))
 
@@ -117,11 +126,13 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     if budget := getattr(config, "tokens_per_micro_batch", None):
         micro = min(micro, max(1, budget // (prompt + completion)))
 
-    is_cast = arithmetic == 2 and not rank and launch != "fsdp2"  # by autocast, which keeps the copies
-    casts = 2 * copies * shape.parameters / tensor if is_cast else 0
+    # by autocast, which keeps the copies; fsdp2 casts what it gathers
+    whole_casts = 2 * copies * shape.parameters / tensor if arithmetic == 2 and not rank else 0
+    casts = 0 if launch == "fsdp2" else whole_casts
     gathered = arithmetic if launch == "fsdp2" else 4 if launch in MESH else 0  # bytes of a weight
     gathered *= shape.parameters / tensor  # all layers in a rollout, two in the update
-    sampling = casts + gathered + _cache(config, part, prompt + completion, max(rows, evaluated))
+    cache = _cache(config, part, prompt + completion, max(rows, evaluated))
+    sampling = casts + gathered + cache if cache else 0
     shares = config.pack and group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
     kept = copies * _activations(config, part, micro, prompt, completion, shares)
     kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary) / tensor  # logits
@@ -130,11 +141,14 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     update = casts + gathered + kept * (1 + IN_PIECES * on_cpu) + largest
     # Adam computes with one weight at a time, or with all together
     step = 2 * largest if on_cpu and not rank else 4 * trained / shards
-    moments = 2 * (1 + 4 / 256) if getattr(config, "optimizer", "") == "adamw_8bit" else 8  # a scale for each block
+    moments = 2 * (1 + 4 / 256) if _has_8bit_moments(config) else 8  # a scale for each block
+    optimizer = (4 + moments) * trained / shards
+    if launch == "fsdp2":  # the evaluation before training has whole weights, and no optimizer yet
+        sampling = max(sampling, weights * (1 - 1 / shards) - optimizer + whole_casts + cache)
     has_reference = getattr(config, "kl_weight", 0) > 0 and not rank
     held = {
         "weights": weights / shards,
-        "gradients and optimizer": (4 + moments) * trained / shards,
+        "gradients and optimizer": optimizer,
         "reference": 4 * shape.parameters / (shards if launch in MESH else 1) if has_reference else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }
@@ -147,9 +161,14 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     return held | phases | {"total": sum(held.values()) + max(phases.values())}
 
 
+def _has_8bit_moments(config: PolicyConfig) -> bool:
+    return getattr(config, "optimizer", "") == "adamw_8bit"
+
+
 def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> float:
     """Keys, values and logits of the rows that are sampled at the same time."""
-    if not hasattr(config, "generation_batch_size") or hasattr(config, "engine_url"):  # no sampling, or by an engine
+    by_engine = hasattr(config, "engine_url") or getattr(config, "engine", None)
+    if not hasattr(config, "generation_batch_size") or by_engine:
         return 0
     rows = min(config.generation_batch_size, most_rows)
     layer = 2 * rows * (length + ROOM) * shape.keys * (2 if config.dtype == "bfloat16" else 4)
@@ -180,6 +199,8 @@ def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float
         options |= {"--load-in 4bit": quantised}
     else:
         options |= {"--lora-rank 16": adapter, "--lora-rank 16 --load-in 4bit": adapter | quantised}
+    if hasattr(config, "tensor_parallel"):  # it cannot divide quantised weights
+        options = {flags: changes for flags, changes in options.items() if "load_in" not in changes}
     before, found = memory_of(config, shape, prompt)["total"], []
     for flags, changes in options.items():
         found.append((before - memory_of(replace(config, **changes), shape, prompt)["total"], flags))

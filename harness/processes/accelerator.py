@@ -27,6 +27,8 @@ from harness.models.loading import exclude_frozen
 from harness.models.saving import load_weights, save_policy
 from harness.processes import processes
 
+QUANTISED = "FSDP2 cannot shard quantised weights: use accelerate_configs/multi_gpu.yaml, with all of them on each GPU"
+
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     """Connect to the launcher's other processes; returns the settings with this process's device."""
@@ -54,7 +56,9 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         what = "pairs" if hasattr(config, "pairs_per_step") else "prompts"
         if config.optimizer != "adamw" and asked.sharding is not None:
             raise UserError(f"--optimizer {config.optimizer} needs whole weights: use a configuration without sharding")
-        processes.check_divides(f"--{what}-per-step", getattr(config, f"{what}_per_step"), what)
+        if config.load_in is not None and asked.sharding == "fsdp":  # Accelerate keeps them whole; checkpoints fail
+            raise UserError(f"--load-in {config.load_in}: {QUANTISED}")
+        processes.check_divides(f"--{what}-per-step", getattr(config, f"{what}_per_step"), what, config)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -74,6 +78,8 @@ def prepare(
     accelerator: Accelerator, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, also for a policy that is sharded."""
+    if accelerator.distributed_type == DistributedType.FSDP and getattr(policy.model, "is_quantized", False):
+        raise UserError(f"--model: {QUANTISED}")
     exclude_frozen(policy)  # also a critic's
     policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one by one
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):

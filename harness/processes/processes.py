@@ -40,7 +40,8 @@ def start_processes(config: ConfigT) -> ConfigT:
         torch.cuda.set_device(torch.device(config.device).index or 0)
     meet("nccl" if config.device.startswith("cuda") else "gloo")
     with together():
-        check_divides("--prompts-per-step times --group-size", config.prompts_per_step * config.group_size, "rows")
+        rows = config.prompts_per_step * config.group_size
+        check_divides("--prompts-per-step times --group-size", rows, "rows", config)
     return config
 
 
@@ -54,12 +55,15 @@ def own_device(device: str) -> str:
     return f"cuda:{local_rank}"
 
 
-def check_divides(name: str, count: int, what: str) -> None:
-    """Refuse a count that the processes cannot divide equally."""
-    if count % data_size():
+def check_divides(name: str, count: int, what: str, config: ConfigT | None = None) -> None:
+    """Refuse a count that the processes cannot divide equally: those that run, or those of --estimate --gpus."""
+    processes = data_size()
+    if config is not None and config.gpus:
+        processes = config.gpus // getattr(config, "tensor_parallel", 1)
+    if count % processes:
         raise UserError(
-            f"{name}: {count} {what} cannot be divided among {data_size()} processes: use a multiple of "
-            f"{data_size()}, or another number of processes"
+            f"{name}: {count} {what} cannot be divided among {processes} processes: use a multiple of {processes}, or "
+            "another number of processes"
         )
 
 

@@ -60,6 +60,12 @@ def has_accelerator(config: PolicyConfig) -> bool:
     return hasattr(sys.modules[type(config).__module__], "start_accelerator")
 
 
+def takes_several(config: PolicyConfig) -> bool:
+    """Whether this train.py connects several processes."""
+    names = ("start_accelerator", "start_processes", "start_mesh")
+    return any(hasattr(sys.modules[type(config).__module__], name) for name in names)
+
+
 def script_of(config: PolicyConfig) -> str:
     """The SHA-256 of this train.py, shortened: the commit says nothing about a user's own file."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]

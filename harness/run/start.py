@@ -30,6 +30,7 @@ from harness.run.settings import (
     has_accelerator,
     read_settings,
     script_of,
+    takes_several,
     write_settings,
 )
 from harness.run.watched import watched
@@ -85,11 +86,10 @@ def _call(main: Callable[[], object]) -> int:
 def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
     """Make or resume the run's directory; Ctrl-C ends a step with a checkpoint. `searched`: see `search_sources`."""
     experiment = experiment_of(config)
-    if ranks.num_launched() > world_size():
-        remedy = " (diff experiment_base/train.py experiment_accelerate/train.py shows what several need)"
-        if experiment == "experiment_base":
-            remedy = ", or several processes of experiment_accelerate, which otherwise equals it"
-        count = ranks.num_launched()
+    remedy = " (diff experiment_base/train.py experiment_accelerate/train.py shows what several need)"
+    if experiment == "experiment_base":
+        remedy = ", or several processes of experiment_accelerate, which otherwise equals it"
+    if (count := ranks.num_launched()) > world_size():
         raise UserError(f"{experiment} trains in one process, but {count} were started: start it with python{remedy}")
     if getattr(config, "optimizer", "adamw") != "adamw" and not has_accelerator(config):
         raise UserError(
@@ -101,6 +101,8 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         from harness.models.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
+        if not takes_several(config) and is_main():
+            say(f"{experiment} trains in one process: start it with python{remedy}")
         raise SystemExit(0)
     steps = None
     if hasattr(config, "steps") and config.epochs is not None:

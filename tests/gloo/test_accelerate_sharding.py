@@ -101,6 +101,17 @@ def test_a_critic_is_sharded_like_its_policy(tmp_path, load_script):
     assert all(torch.equal(load_file(new / "final" / "critic.safetensors")[name], w) for name, w in critics[0].items())
 
 
+def test_quantised_weights_are_not_sharded(tmp_path):
+    """Accelerate would keep them whole, and no checkpoint could be resumed."""
+    program = Path(__file__).with_name("as_on_gpus.py")
+    flags = (*FLAGS, "--lora-rank", "4", "--load-in", "4bit", "--runs-dir", tmp_path)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, TRAIN, *flags)
+    result = finished(*launch, env=os.environ | {"OMP_NUM_THREADS": "1"} | FSDP2)
+    assert result.returncode != 0
+    assert "error: --load-in 4bit: FSDP2 cannot shard quantised weights: use" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_trains_as_one_process(alone, tmp_path, stage):
     pytest.importorskip("deepspeed", exc_type=ImportError)

@@ -53,6 +53,16 @@ def test_it_is_near_every_peak_that_was_measured(load_script, tmp_path, monkeypa
         assert 0.93 < found["peak"] / run["measured"] < 1, name
 
 
+def test_the_table_for_eight_gpus_is_that_of_the_formula(load_script, monkeypatch, capsys):
+    benchmark = load_script("benchmarks/model_memory.py")
+    monkeypatch.setattr(benchmark, "ON_CARDS", (benchmark.ON_CARDS[0], benchmark.ON_CARDS[-1]))
+    monkeypatch.setattr(benchmark, "_store", lambda name, values: None)
+    benchmark.print_cards()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 2
+    assert set(rows) <= set((ROOT / "docs" / "eight_gpus.md").read_text(encoding="utf-8").splitlines())
+
+
 def test_moments_in_8_bits_take_a_quarter(configure):
     config, shape = configure()
     eight = dataclasses.replace(config, optimizer="adamw_8bit")
@@ -155,12 +165,79 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         load_script(f"{experiment}/train.py").main([*every.split(), *flags.split()])
     assert not ended.value.code
     output = capsys.readouterr().out
-    launch = "mesh 1x2" if experiment == "experiment_mesh" else "fsdp2 x2"
+    launch = {"experiment_mesh": "mesh 1x2", "experiment_engine": "multi_gpu x2"}.get(experiment, "fsdp2 x2")
     for expected in ("1,820,352 parameters", launch, "one process fits", "less memory: "):
         assert expected in output
     savings = re.search("less memory: (.*)", output)[1]
     assert savings == "no flag helps much" or all(re.search(r" saves [\d.]+ GB$", part) for part in savings.split("; "))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "flags", "launches"),
+    [
+        ("experiment_accelerate", "--gpus 8", "multi_gpu x8, fsdp2 x8"),
+        (
+            "experiment_accelerate",
+            "--gpus 8 --device cuda:7 --attn-implementation flash_attention_2",
+            "multi_gpu x8, fsdp2 x8",
+        ),
+        ("experiment_accelerate", "--gpus 8 --lora-rank 4 --load-in 4bit", "multi_gpu x8"),
+        ("experiment_accelerate", "--gpus 8 --optimizer adamw_8bit", "multi_gpu x8"),
+        ("experiment_accelerate", "--gpus 1", ""),
+        ("experiment_accelerate_ddp", "--gpus 16", "multi_gpu x16"),
+        ("experiment_engine", "--gpus 4 --engine-url http://127.0.0.1:1", "multi_gpu x4"),
+        ("experiment_mesh", "--gpus 8 --tensor-parallel 2", "mesh 4x2"),
+        ("experiment_base", "", "multi_gpu x2, fsdp2 x2"),
+    ],
+)
+def test_the_gpus_of_an_estimate_need_not_be_here(
+    configure, load_script, monkeypatch, capsys, experiment, flags, launches
+):
+    configure()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.syspath_prepend(ROOT / experiment)
+    train = load_script(f"{experiment}/train.py")
+    for memory, verdict in ((80, "fits"), (0.4, "does not fit")):
+        with pytest.raises(SystemExit):
+            train.main(f"--model ./model --prompts-per-step 16 --estimate --gpu-memory {memory} {flags}".split())
+        output = capsys.readouterr().out
+        assert "trained; bfloat16, cuda\n" in output
+        assert ("trains in one process" in output) == (experiment == "experiment_base")
+        found = re.findall(rf"^(.*) {verdict}: 0\.[5-9] of {memory:.1f} GB", output, re.MULTILINE)
+        assert found == ["one process", *filter(None, launches.split(", "))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--gpus 8", "--gpus is for an estimate of memory: add --estimate"),
+        ("--gpu-memory 80 --device cuda", "--gpu-memory is for an estimate of memory: add --estimate"),
+        ("--estimate --gpu-memory 81559", "--gpu-memory must be above 0 and at most 1024, not 81559"),
+        ("--estimate --gpus 0 --gpu-memory 80", "--gpus must be at least 1, not 0"),
+        ("--estimate --gpus 8 --device cpu", "--gpus 8: this run is on cpu: add --gpu-memory 80"),
+        ("--estimate --gpu-memory 80 --device cpu", "is for an NVIDIA GPU, not for --device cpu"),
+        ("--estimate --gpu-memory 80 --gpus 6", "16 prompts cannot be divided among 6 processes"),
+        ("--estimate --gpu-memory 80 --gpus 6 --tensor-parallel 4", "--gpus 6 cannot be divided into groups of"),
+        ("--estimate --gpu-memory 80 --gpus 6 --tensor-parallel 2", "128 rows cannot be divided among 3 processes"),
+    ],
+)
+def test_gpus_that_no_estimate_can_be_for_are_refused(load_script, monkeypatch, flags, sentence):
+    experiment = "experiment_mesh" if "tensor" in flags else "experiment_accelerate"
+    monkeypatch.syspath_prepend(ROOT / experiment)
+    with pytest.raises(UserError, match=sentence):
+        load_script(f"{experiment}/train.py").main(flags.split())
+
+
+def test_before_fsdp2_shards_a_model_each_process_evaluates_with_all_of_it(configure, monkeypatch):
+    config, shape = configure("--dtype", "bfloat16")
+    monkeypatch.setattr(estimating, "PROGRAM", 0)
+    memory = memory_of(config, shape, PROMPT, "fsdp2", 1000)
+    rows = 8 * config.eval_prompts // 1000 + 1
+    cache = estimating._cache(config, shape, PROMPT + COMPLETION, rows)
+    names = ("weights", "gradients and optimizer", "reference", "sampling: KV cache, logits")
+    whole = (4 + 4 + 2) * shape.parameters  # weights, reference, casts
+    assert sum(memory[name] for name in names) == pytest.approx(whole + cache)
 
 
 def test_a_mesh_divides_what_is_held_and_what_is_computed(configure, load_script):

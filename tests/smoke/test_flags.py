@@ -746,7 +746,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("setup", [BASE, SFT])
 def test_every_flag_has_an_entry(script, setup):
-    """`estimate` is in models/test_estimate.py, `watch` in test_watch.py.
+    """`estimate`, `gpus` and `gpu_memory` are in models/test_estimate.py, `watch` in test_watch.py.
 
     The flags of reward models are in test_reward_model_runs.py.
     """
@@ -756,7 +756,9 @@ def test_every_flag_has_an_entry(script, setup):
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty"} & flags
     known = known - {"no_pack"} | {"pack"}
-    assert known | judged | elsewhere | {*REFUSED, "estimate", "watch"} == flags | {"another name"}
+    assert known | judged | elsewhere | {*REFUSED, "estimate", "gpus", "gpu_memory", "watch"} == flags | {
+        "another name"
+    }
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

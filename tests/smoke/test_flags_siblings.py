@@ -54,6 +54,8 @@ ELSEWHERE = {
     "config",
     "resume",
     "estimate",
+    "gpus",
+    "gpu_memory",
     "eval_suite",
 }
 ELSEWHERE |= {"optimizer"}  # below
