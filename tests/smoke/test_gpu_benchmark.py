@@ -29,13 +29,18 @@ def test_run_sh_notes_each_result(tmp_path):
     assert "there is no part nonsense, but tests, learn" in wrong.stderr
 
 
-def test_a_variant_is_measured_beside_its_estimate(tmp_path, load_script, monkeypatch):
+def test_runs_are_measured_beside_the_estimate_and_the_cpu(tmp_path, load_script, monkeypatch):
     measure = load_script("benchmarks/gpu/measure.py")
     monkeypatch.setattr(measure, "SIZES", {"Qwen/Qwen2.5-0.5B-Instruct": {"packed": ""}})
-    measure.sizes(measure.Bench(measure.Config(output=tmp_path, cpu=True)))
-    (found,) = read_lines(tmp_path / "results.jsonl")
-    assert found["status"] == "done"
-    assert found["completions"] == 4
-    assert found["tokens_each"] == 16
-    assert found["time/tokens_per_second"] > 0
-    assert 0.1 < found["memory/peak_bytes"] / found["estimated_bytes"] < 3
+    monkeypatch.setattr(measure, "LEARN", {"experiment_dpo": measure.LEARN["experiment_dpo"]})
+    bench = measure.Bench(measure.Config(output=tmp_path, cpu=True))
+    measure.sizes(bench)
+    measure.learn(bench)
+    size, dpo = read_lines(tmp_path / "results.jsonl")
+    assert size["status"] == "done"
+    assert size["completions"] == 4
+    assert size["tokens_each"] == 16
+    assert size["time/tokens_per_second"] > 0
+    assert 0.1 < size["memory/peak_bytes"] / size["estimated_bytes"] < 3
+    assert dpo["equals_the_cpu"]
+    assert dpo["first_step"].keys() == {"loss/grad_norm", "policy/entropy", "loss/total"}
