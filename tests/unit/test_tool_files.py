@@ -280,6 +280,7 @@ FAULTY = {
     GOOD.replace("a: int", "a: int, /"): "good has the parameter a: int, which cannot be given by name",
     GOOD.replace("a: a", "b: a"): "good cannot be described to the policy: .* no description for the argument 'a'",
     GOOD.replace("a: int", "a: complex"): "good cannot be described to the policy: .*complex",
+    GOOD.replace("a: int", "a: dict[str, complex] | None"): "good cannot be described to the policy: .*complex",
     GOOD.replace("a: int", "a: 'Nowhere'"): "good cannot be described to the policy: name 'Nowhere' is not defined",
     GOOD.replace("Good.", "Half a character: \\ud800"): "good cannot be described to the policy: 'utf-8' codec",
     GOOD.replace("good", "größe"): "größe is not a name that every chat template can show",
