@@ -196,8 +196,8 @@ def json_schema(tool: Callable) -> dict:
         for kind in set(_leaves(hints[name])) - {dict}:
             probe.__annotations__["value"], probe.__doc__ = kind, "Probe.\n\nArgs:\n    value: a value"
             if get_json_schema(probe)["function"]["parameters"]["properties"]["value"].get("type") == "object":
-                type_name = inspect.formatannotation(kind)
-                raise TypeError(f"transformers has no JSON type for {type_name} in {name}: use int, str, list[int], ...")
+                shown = inspect.formatannotation(kind)
+                raise TypeError(f"transformers has no JSON type for {shown} in {name}: use int, str, list[int], ...")
     return schema
 
 
