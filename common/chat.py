@@ -12,7 +12,7 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from common.errors import UserError
-from common.messages import THOUGHTS, check_message, normal_row, parts, with_text_arguments
+from common.messages import THOUGHTS, check_message, normal_row, parts, with_reasoning_content, with_text_arguments
 
 # Some templates write today's date into the prompt, so a run would differ after midnight. Llama 3.2's template asks for
 # `date_string` first; others call `strftime_now`, which the macro before the template hides.
@@ -376,7 +376,7 @@ def apply_template(
 ) -> str:
     """The conversation as text; control tokens that messages spell remain control tokens."""
     return tokenizer.apply_chat_template(
-        messages,
+        with_reasoning_content(messages),
         tools=tools or None,  # templates such as Llama 3's present an empty list as tools
         chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
         add_generation_prompt=add_generation_prompt,

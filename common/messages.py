@@ -96,6 +96,16 @@ def with_text_arguments(messages: list[dict]) -> list[dict]:
     return [m | {"tool_calls": [text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m for m in messages]
 
 
+def with_reasoning_content(messages: list[dict]) -> list[dict]:
+    """Messages with their thoughts also under the names that templates read; not all transformers versions do it."""
+
+    def named(message: dict) -> dict:
+        thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+        return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+    return list(map(named, messages))
+
+
 def parts(message: dict) -> Iterator[tuple[str, str, dict]]:
     """The names and texts of what a message in normal form says, each with a message that says something else there."""
     content = message.get("content")

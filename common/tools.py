@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from os.path import commonprefix
 from types import UnionType
@@ -181,18 +181,45 @@ def _fits(value: object, hint: object) -> bool:
     return kinds is None or type(value) in kinds
 
 
+def json_schema(tool: Callable) -> dict:
+    """A tool's JSON schema, from its docstring and types; an error of one of several kinds if they do not suffice.
+
+    Some versions of transformers describe every class that they do not know as an object, and a bare `list` too. The
+    policy would be told the wrong type, so that is a TypeError.
+    """
+    from transformers.utils import get_json_schema
+
+    def probe(value) -> None: ...
+
+    schema, hints = get_json_schema(tool), get_type_hints(tool)
+    for name in schema["function"]["parameters"]["properties"]:
+        for kind in set(_leaves(hints[name])) - {dict}:
+            probe.__annotations__["value"], probe.__doc__ = kind, "Probe.\n\nArgs:\n    value: a value"
+            if get_json_schema(probe)["function"]["parameters"]["properties"]["value"].get("type") == "object":
+                shown = inspect.formatannotation(kind)
+                raise TypeError(f"transformers has no JSON type for {shown} in {name}: use int, str, list[int], ...")
+    return schema
+
+
+def _leaves(hint: object) -> Iterator[object]:
+    """The types that a hint consists of: int and str of `dict[str, int]`."""
+    if get_origin(hint) is Literal or not get_args(hint):
+        yield hint
+    else:
+        for part in get_args(hint):
+            yield from _leaves(part)
+
+
 def schemas(tools: dict[str, Callable]) -> list[dict]:
     """The JSON schemas of the tools, as a chat template takes them, from their docstrings and types.
 
     Raises:
         UserError: a function lacks either.
     """
-    from transformers.utils import get_json_schema
-
     found = []
     for name, tool in tools.items():
         try:
-            schema = get_json_schema(tool)
+            schema = json_schema(tool)
         except Exception as error:  # of several kinds
             raise UserError(
                 f"no JSON schema can be made of the tool {name} ({' '.join(str(error).split())}): give it a docstring "

@@ -140,7 +140,8 @@ def split_model(policy: Policy, mesh: DeviceMesh) -> None:
 def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
     """The style of each kind of layer, by name, from transformers; UserError if the model cannot be split."""
     config, what = model.config.get_text_config(), f"--tensor-parallel {size}"
-    plan, embedding = config.base_model_tp_plan or {}, model.get_input_embeddings()
+    plan, embedding = dict(config.base_model_tp_plan or {}), model.get_input_embeddings()
+    plan.pop("embed_tokens", None)  # some versions name it if it is tied; `split_model` divides every embedding
     others = sorted({*plan.values()} - STYLES.keys())
     if not plan or others or type(embedding) is not nn.Embedding:
         why = f"with layers of the kind {others[0]}" if others else "without a plan, or with its own kind of embedding"

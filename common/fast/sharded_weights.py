@@ -39,7 +39,7 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
 
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     states = [module._get_fsdp_state() for module in modules]  # torch has no public API for this
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for state in states if (group := state._fsdp_param_group)]
     if all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
         yield  # nothing is sharded, or this context is inside another one
         return

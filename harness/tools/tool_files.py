@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from common.chat import encode_observation, removes_thoughts
 from common.errors import UserError
 from common.policy import Policy
-from common.tools import call_form
+from common.tools import call_form, json_schema
 
 from harness.base.checks import local_path
 from harness.base.terminal import printable, say
@@ -67,8 +67,6 @@ def _public_functions(module: ModuleType, shown: str) -> dict[str, FunctionType]
 
 def _problem_of(function: FunctionType) -> str | None:
     """Why a function cannot be a tool, as the end of a sentence that begins with its name."""
-    from transformers.utils import get_json_schema
-
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", function.__name__):
         return "is not a name that every chat template can show: use at most 64 letters, digits and _ of ASCII"
     plain = inspect.unwrap(function)
@@ -78,7 +76,7 @@ def _problem_of(function: FunctionType) -> str | None:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             return f"has the parameter {parameter}, which cannot be given by name: the policy gives all by name"
     try:
-        json.dumps(get_json_schema(function), ensure_ascii=False).encode()  # no tokenizer takes half a character
+        json.dumps(json_schema(function), ensure_ascii=False).encode()  # no tokenizer takes half a character
     except Exception as error:  # of many kinds: no docstring, no type hint, or one that cannot be evaluated
         return f"cannot be described to the policy: {error}"
     return None

@@ -76,6 +76,8 @@ def make_policy(scenario: str, num_kv_heads: int = 2) -> Policy:
         eos_token_id=2, pad_token_id=None, tie_word_embeddings=scenario == "adamw",
         architectures=["ARandomModel"], **more,
     )  # fmt: skip
+    if config.tie_word_embeddings:  # as transformers 5.17 does
+        config.base_model_tp_plan = config.base_model_tp_plan | {"embed_tokens": "embedding_rowwise"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

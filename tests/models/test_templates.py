@@ -387,7 +387,8 @@ def test_an_answer_continues_a_given_prefix(bundled, capsys, content, learned):
     (CHATML, {"content": "27", "reasoning_content": "7"}, "leaves out the reasoning_content"),  # as in the answer
     (CHATML, {"content": "27", "thinking": "16+11"}, "leaves out the thinking of message 1 .*into the content"),
     (QWEN_3, {"content": "27", "reasoning_content": "16+11"}, None),
-    (QWEN_3, {"content": "27", "reasoning": "16+11"}, None),  # transformers renames it
+    (QWEN_3, {"content": "27", "reasoning": "16+11"}, None),
+    (QWEN_3, {"content": "27", "thought": "16+11"}, None),
     (QWEN_3, {"content": "27", "reasoning_content": None, "thinking": ""}, None),
     (QWEN_3, {"content": THOUGHT}, "leaves out the thought of message 1"),
     (QWEN_3, {"content": "Sure." + THOUGHT}, "leaves out the content of message 1"),
