@@ -76,10 +76,13 @@ class Bench:
         self.device = "cpu" if config.cpu else "cuda"
         self.end = time.monotonic() + 60 * config.minutes
         (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        self.results = self.output / "results.jsonl"
+        lines = self.results.read_text(encoding="utf-8").splitlines() if self.results.exists() else []
+        self.done = {entry["name"] for entry in map(json.loads, lines) if entry.get("status") in (0, "done")}
 
     def note(self, name: str, **values: object) -> None:
         entry = {"part": self.part, "name": name} | values
-        with (self.output / "results.jsonl").open("a", encoding="utf-8") as file:
+        with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str) + "\n")
         print(json.dumps(entry, default=str), flush=True)
 
@@ -176,14 +179,18 @@ def make_model(bench: Bench, name: str) -> str:
 
 
 def sizes(bench: Bench) -> None:
-    """A random model almost never ends a turn, so all completions have all tokens: the work is always the same."""
+    """A random model almost never ends a turn, so all completions have all tokens: the work is always the same.
+
+    Goes on where an earlier call with the same output has stopped.
+    """
     import torch
 
     num_steps, length, rows = (2, 16, 2) if bench.cpu else (3, 256, 8)
     for name, variants in SIZES.items():
         model = make_model(bench, name)
         for variant, flags in variants.items():
-            if bench.cpu and variant == "flex":  # has no backward pass on a CPU
+            title = f"{name.rpartition('/')[2]}, {variant}"
+            if title in bench.done or (bench.cpu and variant == "flex"):  # it has no backward pass on a CPU
                 continue
             flags = ["--dtype", "bfloat16", *flags.split(), "--max-new-tokens", str(length), "--group-size", str(rows)]
             flags += ["--prompts-per-step", str(rows), "--micro-batch-size", str(2 * rows), "--eval-prompts", "1"]
@@ -192,8 +199,7 @@ def sizes(bench: Bench) -> None:
             )
             off = ["--eval-every", "0", "--checkpoint-every", "0", "--samples-every", "0", "--lr", "1e-9"]
             flags = ["--model", model, *flags, *off, "--steps", str(num_steps + 1)]
-            title = f"{name.rpartition('/')[2]}, {variant}"
-            found, steps, _ = bench.train(title.replace(" ", "_"), "experiment_base", flags, 120, num_steps)
+            found, steps, _ = bench.train(title.replace(" ", "_"), "experiment_base", flags, 150, num_steps)
             counted = steps[1:]  # the first one chooses kernels
             middle = {
                 key: statistics.median(row[key] for row in counted)
