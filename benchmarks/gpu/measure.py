@@ -108,7 +108,7 @@ class Bench:
             process.wait()
             found["status"] = "done" if is_enough else "late"
         text = log.read_text(encoding="utf-8", errors="replace").strip()
-        return found | {"last": text.rpartition("\n")[2] if found["status"] == 0 else text[-300:]}
+        return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2][:100]}
 
     def train(
         self,
