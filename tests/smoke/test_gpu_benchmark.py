@@ -37,7 +37,7 @@ def test_runs_are_measured_beside_the_estimate_and_the_cpu(tmp_path, load_script
     measure.sizes(bench)
     measure.learn(bench)
     size, dpo = read_lines(tmp_path / "results.jsonl")
-    assert size["status"] == "done"
+    assert size["status"] in (0, "done")  # the run may end by itself before it is ended
     assert size["completions"] == 4
     assert size["tokens_each"] == 16
     assert size["time/tokens_per_second"] > 0
