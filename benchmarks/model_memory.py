@@ -102,7 +102,7 @@ PROMPT_OF_CHECK = 27  # the longest of the bundled questions
 class Command:
     compare: bool = False  # compare with the stored peaks of runs
     recipes: bool = False  # estimate what each recipe needs
-    cards: bool = False  # estimate what one GPU and each of eight need
+    cards: bool = False  # estimate the memory of one GPU, and of each of eight
 
 
 def write_model(place: Path, shape: dict) -> str:

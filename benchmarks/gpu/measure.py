@@ -99,14 +99,16 @@ class Bench:
                 cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             is_enough = False
-            while process.poll() is None and time.monotonic() < limit and not is_enough:
-                time.sleep(0.2)
-                is_enough = enough()
-        found = {"seconds": round(time.monotonic() - start, 1), "status": process.returncode}
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            found["status"] = "done" if is_enough else "late"
+            try:
+                while process.poll() is None and time.monotonic() < limit and not is_enough:
+                    time.sleep(0.2)
+                    is_enough = enough()
+            finally:  # also after Ctrl-C, which the command does not get
+                if (status := process.poll()) is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    status = "done" if is_enough else "late"
+        found = {"seconds": round(time.monotonic() - start, 1), "status": status}
         text = log.read_text(encoding="utf-8", errors="replace").strip()
         return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2][:100]}
 

@@ -13,7 +13,7 @@ from harness.data.turns import MORE, as_turns, parsed, plain
 
 class Schema(NamedTuple):
     name: str
-    # what is read, and where: "a.b" is the field b of a; "a + b" are two texts, of which the second may be missing
+    # what is read, and where: "a.b" is the field b of a; "a + b" joins two texts; b can be absent
     reads: dict[str, str]
 
 
