@@ -1,6 +1,6 @@
 """`--reward-functions`: rewards in the form of TRL, `f(prompts, completions, **columns) -> list[float]`, in a file.
 
-A function is called once for many completions. It gets the arguments that it names; with `**columns` it gets all of them:
+A function is called once for many completions, with the arguments that it names; with `**columns` it gets all of these:
 
 - `prompts` and `completions`: messages, or texts for a function that reads no messages; `completion_ids`;
 - `trainer_state`, with `global_step` (completed steps) and `max_steps`; `log_extra` and `log_metric`;
