@@ -85,6 +85,8 @@ def encode_chat(
     messages, tools = normal_row(messages, tools)
     answers = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     learned = [position for position in answers if messages[position].get("weight") != 0]
+    if 0 in learned:
+        raise ValueError('message 0 (assistant) answers nothing: remove it, or give it "weight": 0')
     asked = messages[: min(learned, default=0)]
     if asked and tools and _render(tokenizer, asked, True, tools) == _render(tokenizer, asked, True):
         raise ValueError("the chat template leaves out the tools: give --chat-template one that presents them")

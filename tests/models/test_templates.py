@@ -328,6 +328,17 @@ def test_earlier_turns_may_be_rewritten_if_only_the_last_is_learned(bundled, nam
         encode_chat(tokenizer, [*before, assistant(THOUGHT)], ends)
 
 
+def test_a_conversation_may_begin_with_an_answer_that_is_not_learned(bundled):
+    turns = [assistant("Hello."), user("2+2?"), assistant("4")]
+    with pytest.raises(
+        ValueError, match=r'^message 0 \(assistant\) answers nothing: remove it, or give it "weight": 0'
+    ):
+        encode_chat(bundled, turns, [bundled.eos_token_id])
+    ids, mask = encode_chat(bundled, [turns[0] | {"weight": 0}, *turns[1:]], [bundled.eos_token_id])
+    assert "Hello." in bundled.decode(ids)
+    assert bundled.decode([token for token, is_learned in zip(ids, mask, strict=True) if is_learned]) == "4<|im_end|>"
+
+
 def test_what_follows_the_end_of_turn_may_change(bundled):
     """Phi-3's template ends a conversation with a second token, which the policy never samples."""
     tokenizer = with_template(bundled, CHATML.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}"))
