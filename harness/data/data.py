@@ -215,6 +215,8 @@ def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> 
         passed.append(f"{len(kept)} --at-most {field}={most:g}")
     for row in kept:  # all of them, also to check that each can be asked
         row.question = task.question(row)
+        if not row.question.strip():
+            raise FieldsError(row, "its question is empty: remove the row")
     if config.max_question_length is not None:
         kept = [row for row in kept if len(row.question) <= config.max_question_length]
         passed.append(f"{len(kept)} --max-question-length {config.max_question_length}")

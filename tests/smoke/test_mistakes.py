@@ -128,6 +128,7 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
         ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* belong to --task math$"),
         ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* belong to --task countdown$"),
         ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
+        ("arithmetic", {"question": " ", "answer": "2"}, "its question is empty: remove the row"),
         ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
     ],
 )
