@@ -6,12 +6,13 @@ Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows ad
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from common.keyed import keyed_generator
-from common.parallel import data_rank, gather, gather_rows
+from common.parallel import data_rank, data_size, gather, gather_rows, in_step
 from common.trajectory import Trajectory
 
 
@@ -45,6 +46,20 @@ class Experience:
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
+
+    @cached_property
+    def num_rows(self) -> float:
+        """The denominator of a mean over rows: the rows of all ranks / the number of ranks. All ranks call it together.
+
+        Each rank backpropagates sum(its rows) / num_rows, and gradients are averaged over the ranks. With W ranks and N
+        rows in all, 1/W sum(all rows) / (N/W) is the mean over all rows.
+        """
+        return sum(gather(len(self))) / data_size()
+
+    @cached_property
+    def num_tokens(self) -> float:
+        """The denominator of a mean over action tokens: those of all ranks / the number of ranks, as `num_rows`."""
+        return sum(gather(int(self.action_mask.sum()))) / data_size()
 
     def select(self, rows: torch.Tensor) -> "Experience":
         """The given rows, in the given order, padded only to the longest of them."""
@@ -85,12 +100,12 @@ class Experience:
     def split(
         self, micro_batch_size: int | MicroBatchSize, *, skip_zero_advantages: bool = False
     ) -> Iterator["Experience"]:
-        """Micro-batches of at most `micro_batch_size`.
+        """Micro-batches of at most `micro_batch_size`, as many on every rank: a pass is a message to the other ranks.
 
         Rows of one prompt are adjacent, so that the prompt is encoded once. Prompts whose longest rows have similar
         lengths are adjacent too, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0,
         which have no gradient without a KL penalty. If no rank has any other rows, one row is kept, and its entropy is
-        logged. A rank without rows has one micro-batch, a `filler`, so that every parameter has a gradient.
+        logged. A rank with fewer micro-batches than another one adds a `filler`, perhaps several.
         """
         experience = self
         if skip_zero_advantages:
@@ -100,10 +115,9 @@ class Experience:
                 first = min(gather_rows(names))
                 rows = torch.tensor([index for index, name in enumerate(names) if name == first], dtype=torch.long)
             experience = self.select(rows)
-        for rows in experience.micro_batch_rows(micro_batch_size) if len(experience) else ():
-            yield experience.select(rows)
-        if not len(experience):
-            yield self.filler()
+        parts = experience.micro_batch_rows(micro_batch_size) if len(experience) else ()
+        for rows in in_step(parts, None):
+            yield self.filler() if rows is None else experience.select(rows)
 
     def filler(self) -> "Experience":
         """A micro-batch of one row whose tokens do not count: its loss is 0, and so is each parameter's gradient."""

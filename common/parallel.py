@@ -50,6 +50,11 @@ def part_of(count: int) -> range:
     return range(count * data_rank() // data_size(), count * (data_rank() + 1) // data_size())
 
 
+def own_part(items: list[T]) -> list[T]:
+    """This rank's part of a list, see `part_of`."""
+    return [items[index] for index in part_of(len(items))]
+
+
 def gather(value: T) -> list[T]:
     """The values of all ranks, in the order of the ranks; every rank gets them. Ranks with the same rows count once.
 

@@ -32,14 +32,14 @@ from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import gather, part_of, world_size
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import load_task, prompts_of_step
+from harness.data.data import all_prompts_of_step, load_task
 from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
@@ -72,9 +72,10 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
+    accelerator = start_accelerator(config)  # connects the processes
     task = load_task(config)  # the questions, their rewards, and the rows of data
-    with start_run(config, task) as run:
+    with start_run(config, task, accelerator=accelerator) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         if not run.has_before:
@@ -90,7 +91,7 @@ def train(
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step)
@@ -124,20 +125,19 @@ def train(
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
     """G completions of each of this rank's part of the step's Q questions: B trajectories."""
-    prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+    prompt_index = all_prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
     prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
@@ -161,7 +161,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -187,15 +189,15 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            micro_batches = in_step(micro_batches, minibatch.filler())
+            num_rows = sum(gather(len(minibatch))) / world_size()  # of all ranks; each backpropagates its own, below
+            # as many on every rank, each of which is a message to the others
+            micro_batches = list(minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0))
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
                 terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                accelerator.backward(terms.sum())  # averages the gradients over the ranks
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
             grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted

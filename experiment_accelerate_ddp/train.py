@@ -39,7 +39,7 @@ from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import load_task, prompts_of_step
+from harness.data.data import all_prompts_of_step, load_task
 from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
@@ -72,7 +72,8 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = start_processes(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
+    start_processes(config)  # connects them
     task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
@@ -124,9 +125,8 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, returns)
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns[part_of(len(returns))])
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
@@ -137,7 +137,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
 
 def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
     """This rank's part of the G completions of each of the step's Q questions: B trajectories."""
-    prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+    prompt_index = all_prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
@@ -161,7 +161,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -186,15 +188,15 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            *first, last = micro_batches  # each rank has a last one, a filler if it has no rows
+            num_rows = sum(gather(len(minibatch))) / world_size()  # of all ranks; each backpropagates its own, below
+            # as many on every rank; here only the last one must be there, a filler if a rank has no rows
+            *first, last = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
             for micro in (*first, last):
                 with nullcontext() if micro is last else model.no_sync():  # gradients are averaged in the last one
                     log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                     log_probs.retain_grad()  # a token's push is minus its gradient
                     terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                    (terms.sum() * world_size()).backward()  # averaged over ranks, not summed
+                    terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted

@@ -14,11 +14,14 @@ to predict it. The reference is the policy before training. Source: DeepSeekMath
     python experiment_base/train.py                # the bundled tiny policy and task: minutes on a laptop
     python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --gradient-checkpointing
     python experiment_base/train.py --task my_task.py --data my_rows.jsonl
+    torchrun --nproc-per-node 2 experiment_base/train.py                      # two processes, the same update
 
-Left out: several processes, and tools. The README beside this file explains each step.
+Left out: tools. Several processes are left to the harness; experiment_accelerate writes out what it does. The README
+beside this file explains each step.
 
-Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
-per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -31,6 +34,7 @@ from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -84,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -114,7 +119,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, policy, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
@@ -153,7 +158,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -166,7 +173,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -175,12 +182,12 @@ def update(
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
-                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
                 terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

@@ -13,11 +13,11 @@ clip matters only after the first update of a rollout: the default is sixteen.
 
     python experiment_dapo/train.py
     python experiment_dapo/train.py --max-rounds 1 --clip-eps-high 0.2 --reward-weight overlong=0    # token mean alone
-    diff experiment_accelerate/train.py experiment_dapo/train.py
+    diff experiment_base/train.py experiment_dapo/train.py
 
-Parent: experiment_accelerate, which runs in one process or in several.
+Parent: experiment_base, which explains everything else.
 
-Shapes: Q prompts per step of this rank, its part of --prompts-per-step; G completions per prompt, B = Q*G rows with a
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
 group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
 the logits at t predict.
 """
@@ -26,26 +26,24 @@ import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std, has_reward_variance
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import clip_grad_norm_, gather_rows, own_part
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import load_task, prompts_of_step
+from harness.data.data import all_prompts_of_step, load_task
 from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -76,45 +74,41 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     task = load_task(config, more_weights={"overlong": 1.0})  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
-        train(config, run, accelerator, task, policy, reference)
+        train(config, run, task, policy, reference)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8))
 
 
-def train(
-    config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, reference: Policy | None
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1, 2 sample and reward: rounds of Q questions, until Q groups have completions of different rewards
         max_rounds = min(config.max_rounds, len(task.train_rows) // config.prompts_per_step)  # no question twice
-        questions = prompts_of_step(len(task.train_rows), max_rounds * config.prompts_per_step, step, config.seed)
-        completions, has_signal = [], []  # of all ranks, in the order of one process; one flag for each group
+        questions = all_prompts_of_step(len(task.train_rows), max_rounds * config.prompts_per_step, step, config.seed)
+        rows, has_signal = [], []  # of all processes, in the order of one; one flag for each group
         for start in range(0, len(questions), config.prompts_per_step):
-            prompt_index = questions[start : start + config.prompts_per_step]
+            prompt_index = own_part(questions[start : start + config.prompts_per_step])
             trajectories = sample_completions(config, task, policy, prompt_index, key=(config.seed, step, start))
             run.lap("sample")
-            totals = reward(config, task, policy, trajectories)  # (Q, G), before any punishment
-            completions += gather_rows(trajectories)
-            has_signal += torch.cat(gather(has_reward_variance(totals))).tolist()
+            has_signal += gather_rows(has_reward_variance(reward(config, task, policy, trajectories)).tolist())
+            rows += gather_rows(trajectories)
             run.lap("reward")
             if sum(has_signal) >= config.prompts_per_step:
                 break
         # the first Q groups with a signal; if there are fewer, others complete them
         kept = sorted(range(len(has_signal)), key=lambda group: not has_signal[group])[: config.prompts_per_step]
-        kept.sort()
-        first = [kept[index] * config.group_size for index in part_of(config.prompts_per_step)]  # of this rank
-        trajectories = [completion for row in first for completion in completions[row : row + config.group_size]]
+        first = [group * config.group_size for group in own_part(sorted(kept))]
+        trajectories = [completion for row in first for completion in rows[row : row + config.group_size]]
         returns = returns_of(config, task, trajectories)  # (Q, G)
 
         # 3 advantage: better or worse than the group, in units of the group's standard deviation
@@ -130,27 +124,27 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, accelerator, model, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
+        completions = own_part(rows)  # also those that are not kept
         metrics = statistics.metrics() | rollout_metrics(completions, returns_of(config, task, completions))
-        num_tokens = sum(completion.num_action_tokens for completion in completions)  # also of those that are not kept
-        metrics |= run.costs(num_tokens) | {"sampling/tokens": num_tokens, "sampling/groups": len(has_signal)}
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics |= {"sampling/tokens": sum(row.num_action_tokens for row in rows), "sampling/groups": len(has_signal)}
         metrics["sampling/groups_without_signal"] = max(0, config.prompts_per_step - sum(has_signal))  # in the update
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(
     config: Config, task: Task, policy: Policy, prompt_index: list[int], key: tuple[int, ...]
 ) -> list[Trajectory]:
-    """G completions of each of this rank's part of the round's Q questions: B trajectories."""
-    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
+    """G completions of each of the round's Q questions: B trajectories."""
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
@@ -165,7 +159,7 @@ def sample_completions(
 
 
 def reward(config: Config, task: Task, policy: Policy, trajectories: list[Trajectory]) -> torch.Tensor:
-    """Reward each completion by itself, from its text; returns the task's own rewards, (Q, G)."""
+    """Reward each completion by itself, from its text; returns the totals (Q, G) before any punishment."""
     rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
     texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
     rewards = task.reward_all(rows, texts, trajectories)  # one dictionary per completion, by component
@@ -196,7 +190,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_tokens: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / num_tokens."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -210,12 +206,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    experience: Experience,
-    step: int,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -223,17 +214,13 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_tokens = sum(gather(int(minibatch.action_mask.sum())))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            micro_batches = in_step(micro_batches, minibatch.filler())
-            for number, micro in enumerate(micro_batches, start=1):
-                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_tokens)
-                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_tokens)
+                terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

@@ -23,13 +23,12 @@ import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.evaluate import Evaluation
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import bradley_terry_loss
-from common.parallel import gather, gather_rows, part_of, world_size
+from common.parallel import clip_grad_norm_, gather_rows, part_of
 from common.policy import Policy
 from common.preferences import mean_log_probs, preference_metrics
 
@@ -41,7 +40,6 @@ from harness.data.pairs import PAIRS, Pair, add_reference, load_pairs, read_pair
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -65,7 +63,7 @@ class Config(AskedConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     task = load_held_out_task(config)  # questions to the policy before and after
     rows = read_pairs(config)  # before a model is loaded
     with start_run(config, task) as run:
@@ -75,43 +73,35 @@ def main(argv: list[str] | None = None) -> None:
             add_reference(policy, of_policy, 2 * config.micro_batch_size)
         if not run.has_before:
             run.log_before(examine(config, task, policy, eval_pairs, num_samples=8))
-        train(config, run, accelerator, task, policy, pairs, eval_pairs)
+        train(config, run, task, policy, pairs, eval_pairs)
         run.save_final(policy)
         run.finish(examine(config, task, policy, eval_pairs, num_samples=8))
 
 
-def train(
-    config: Config,
-    run: Run,
-    accelerator: Accelerator,
-    task: Task,
-    policy: Policy,
-    pairs: list[Pair],
-    eval_pairs: list[Pair],
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: Policy, pairs: list[Pair], eval_pairs: list[Pair]) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     for step in run.steps(config.epochs * (len(pairs) // config.pairs_per_step)):
-        # 1 read: this rank's part of the step's pairs, in another order every epoch
+        # 1 read: the step's pairs, in another order every epoch
         pair_index = prompts_of_step(len(pairs), config.pairs_per_step, step, config.seed)
-        rows = [row for index in part_of(config.pairs_per_step) for row in pairs[pair_index[index]].rows]
+        rows = [row for index in pair_index for row in pairs[index].rows]
         batch = collate(rows, policy.pad_id, policy.device)
         run.lap("read")
 
         # 5 update: one optimizer step
-        statistics = update(config, accelerator, model, optimizer, batch)
+        statistics = update(config, model, optimizer, batch)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics = pair_metrics(statistics) | run.costs(num_tokens=sum(gather(int(batch.attention_mask.sum()))))
+        metrics = pair_metrics(statistics) | run.costs(num_tokens=int(batch.attention_mask.sum()))
         if config.eval_every and step % config.eval_every == 0:
             found = examine(config, task, policy, eval_pairs)
             metrics |= {f"eval/{name}": value for name, value in found.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, rows, batch, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def token_scores(config: Config, log_probs: torch.Tensor, micro: Experience) -> torch.Tensor:
@@ -125,36 +115,32 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
     return (signs * scores).view(-1, 2).sum(dim=1)  # the rows of a pair are adjacent
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): -log sigmoid(margin) / tokens of the pair's two answers / pairs_per_step.
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_pairs: float
+) -> tuple[torch.Tensor, dict]:
+    """Each token's term, (b, T-1): -log sigmoid(margin) / tokens of the pair's two answers / num_pairs.
 
     The loss belongs to the pair, not to a token: it is spread evenly over the action tokens of both answers.
     """
     scores = token_scores(config, log_probs, micro)  # (b, T-1)
     loss = bradley_terry_loss(pair_margins(scores.sum(dim=1), micro))  # (b/2,)
-    loss = loss / micro.action_mask.sum(dim=1).view(-1, 2).sum(dim=1) / config.pairs_per_step  # of one token
+    loss = loss / micro.action_mask.sum(dim=1).view(-1, 2).sum(dim=1) / num_pairs  # of one token
     return loss.repeat_interleave(2)[:, None] * micro.action_mask, {"score": scores}
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Experience,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Experience
 ) -> UpdateStatistics:
-    """One optimizer step: the mean over the pairs of all ranks."""
+    """One optimizer step: the mean over the pairs."""
     statistics = UpdateStatistics(config.max_grad_norm, is_sampled=False)
     optimizer.zero_grad()
-    micro_batches = list(batch.split(2 * config.micro_batch_size))  # as many on every rank
-    for number, micro in enumerate(micro_batches, start=1):
-        accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+    for micro in batch.split(2 * config.micro_batch_size):
         log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
         log_probs.retain_grad()  # a token's push is minus its gradient
-        terms, diagnostics = policy_loss(config, log_probs, micro)
-        accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+        terms, diagnostics = policy_loss(config, log_probs, micro, batch.num_rows / 2)
+        terms.sum().backward()
         statistics.add(0, 0, micro, log_probs, terms, entropy=entropy, **diagnostics)
-    grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+    grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
     statistics.end_update(grad_norm)

@@ -13,23 +13,22 @@ as the policy's own: importance sampling, truncated because a rare w can be huge
 
     python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
     python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
-    diff experiment_accelerate/train.py experiment_engine/train.py
+    diff experiment_base/train.py experiment_engine/train.py
 
-Parent: experiment_accelerate; experiment_base explains everything else. Its shapes hold here, too.
+Parent: experiment_base, which explains everything else. Its shapes hold here, too.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
@@ -41,7 +40,6 @@ from harness.engines.engine import Engine, Sampling
 from harness.engines.for_run import EngineConfig, compare_with_engine, start_engine
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -72,7 +70,7 @@ class Config(EngineConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
@@ -80,24 +78,16 @@ def main(argv: list[str] | None = None) -> None:
         engine = start_engine(config, run, task, policy)
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8, sampler=engine.sample))
-        train(config, run, accelerator, task, policy, reference, engine)
+        train(config, run, task, policy, reference, engine)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8, sampler=engine.sample))
 
 
-def train(
-    config: Config,
-    run: Run,
-    accelerator: Accelerator,
-    task: Task,
-    policy: Policy,
-    reference: Policy | None,
-    engine: Engine,
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, engine: Engine) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     ahead = None  # samples of the next step, which the engine works on
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts, by the engine, which can then begin the next step
@@ -132,26 +122,24 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, accelerator, model, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
         metrics |= comparison | engine.costs()
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, sampler=engine.sample)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def begin_sampling(config: Config, task: Task, policy: Policy, engine: Engine, step: int) -> Sampling:
-    """G completions of each of this rank's part of the step's Q questions, of the policy as it is now."""
+    """G completions of each of the step's Q questions, of the policy as it is now."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return engine.begin(
         policy,
@@ -172,7 +160,9 @@ def importance_weights(config: Config, experience: Experience) -> torch.Tensor:
     return weights.clamp(max=config.importance_cap) if config.importance_cap else torch.ones_like(weights)
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio w A, clip(ratio) w A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -186,12 +176,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    experience: Experience,
-    step: int,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -199,17 +184,13 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            micro_batches = in_step(micro_batches, minibatch.filler())
-            for number, micro in enumerate(micro_batches, start=1):
-                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
+                terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

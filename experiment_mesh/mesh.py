@@ -33,7 +33,7 @@ from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
 from harness.engines.engine import Engine
-from harness.processes.processes import check_divides, start_processes
+from harness.processes.processes import check_parts, start_processes
 from harness.run.run import Run
 
 Sampler = Callable[..., list[Trajectory]]  # as `common.sampling.sample`
@@ -49,7 +49,7 @@ STYLES = {
 
 
 def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
-    """Connect to the other processes; returns the settings with this process's device, and the mesh."""
+    """Connect to the other processes; returns the settings, with an attention that works here, and the mesh."""
     size, num_ranks = 1 if config.estimate else config.tensor_parallel, num_launched()
     if num_ranks % size:
         raise UserError(
@@ -64,9 +64,9 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
         say("attention is computed with sdpa: FlashAttention 2 cannot run where the model is loaded")
         config = replace(config, attn_implementation="sdpa")
     split_tensors(size)
-    config = start_processes(config)
+    start_processes(config)
     with together():
-        check_divides("--prompts-per-step", config.prompts_per_step, "prompts", config)
+        check_parts(config)
     shape = (data_size(), size)
     return config, init_device_mesh(torch.device(config.device).type, shape, mesh_dim_names=("data", "tensor"))
 

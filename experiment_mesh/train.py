@@ -9,9 +9,9 @@
 
     python experiment_mesh/train.py                                               # one process: experiment_base
     torchrun --nproc-per-node 4 experiment_mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
-    diff experiment_accelerate/train.py experiment_mesh/train.py
+    diff experiment_base/train.py experiment_mesh/train.py
 
-Parent: experiment_accelerate, which explains ranks; mesh.py, beside this file, divides the model.
+Parent: experiment_base; experiment_accelerate explains ranks; mesh.py, beside this file, divides the model.
 
 Shapes: Q prompts per step of this rank's tensor group, its part of --prompts-per-step; G completions per prompt,
 B = Q*G rows, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1.
@@ -28,7 +28,7 @@ from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import clip_grad_norm_, data_size, gather, gather_rows, in_step, part_of
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -68,7 +68,7 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, mesh = start_mesh(parse_config(Config, argv, description=__doc__))
+    config, mesh = start_mesh(parse_config(Config, argv, description=__doc__))  # connects the processes
     task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(replace(config, device="cpu"), config.temperature)  # no device needs room for all of it
@@ -86,8 +86,8 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
     """Run all steps, or the steps that a resumed run has left."""
     # one weight after the other (foreach=False): not all of them are divided along the same dimensions
     optimizer = torch.optim.AdamW(policy.parameters(), config.lr, weight_decay=config.weight_decay, foreach=False)
-    checkpoint = DistributedCheckpoint(policy, optimizer)
-    run.restore(policy, optimizer, checkpoint)
+    run.accelerator = DistributedCheckpoint(policy, optimizer)
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step, sample)
@@ -121,21 +121,19 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, sampler=sample)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, checkpoint)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(config: Config, task: Task, policy: Policy, step: int, sample: Sampler) -> list[Trajectory]:
-    """G completions of each of this tensor group's part of the step's Q questions: B trajectories."""
+    """G completions of each of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
@@ -158,7 +156,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -171,7 +171,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -179,15 +179,13 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all tensor groups
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            for micro in in_step(micro_batches, minibatch.filler()):
-                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
+                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                (terms.sum() * data_size()).backward()  # averaged over tensor groups, not summed
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
+                terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = clip_grad_norm_(policy.parameters(), config.max_grad_norm)  # each weight once
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

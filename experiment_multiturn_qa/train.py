@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_observation, encode_prompt
@@ -33,7 +32,7 @@ from common.experience import Experience, collate
 from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.search import SEARCH_WEIGHTS, Searcher, SearchState
@@ -48,7 +47,6 @@ from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 from harness.search.opening import check_questions, open_index, search_sources
@@ -87,7 +85,7 @@ class Config(SearchConfig, RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     index = open_index(config) if config.tool else None
     searcher = Searcher(index, config.top_k)
     tools = {"search": searcher.search} if config.tool else {}  # functions by name
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         talk = partial(converse, config, task, tools, searcher, policy)
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
-        train(config, run, accelerator, task, policy, reference, talk)
+        train(config, run, task, policy, reference, talk)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
 
@@ -109,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config,
     run: Run,
-    accelerator: Accelerator,
     task: Task,
     policy: Policy,
     reference: Policy | None,
@@ -117,12 +114,11 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
         prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-        prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]  # of this rank
         key = (config.seed, step)  # decides the random numbers of this step
         trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
         run.lap("sample")
@@ -144,19 +140,18 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, accelerator, model, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, converse=talk)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def converse(
@@ -225,7 +220,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -238,12 +235,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    experience: Experience,
-    step: int,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -251,17 +243,13 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            micro_batches = in_step(micro_batches, minibatch.filler())
-            for number, micro in enumerate(micro_batches, start=1):
-                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
+                terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

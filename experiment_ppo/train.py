@@ -15,11 +15,11 @@ A group is no longer its own baseline: completions of other questions teach the 
     python experiment_ppo/train.py
     python experiment_ppo/train.py --gae-lambda 0.95 --critic-warmup 10
     torchrun --nproc-per-node 2 experiment_ppo/train.py
-    diff experiment_accelerate/train.py experiment_ppo/train.py
+    diff experiment_base/train.py experiment_ppo/train.py
 
-Parent: experiment_accelerate, which runs in one process or in several.
+Parent: experiment_base, which explains everything else.
 
-Shapes: Q prompts per step of this rank, its part of --prompts-per-step; G completions per prompt, B = Q*G rows with a
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
 group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
 the logits at t predict.
 """
@@ -28,7 +28,6 @@ import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.advantages import explained_variance, final_rewards, generalized_advantages, whiten
 from common.chat import decode, encode_prompt
@@ -36,7 +35,7 @@ from common.critic import ActorCritic, token_values
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, clipped_value_loss, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -48,7 +47,6 @@ from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -81,7 +79,7 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
@@ -89,20 +87,18 @@ def main(argv: list[str] | None = None) -> None:
         policy = ActorCritic(policy)  # with a critic that predicts 0 at first
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
-        train(config, run, accelerator, task, policy, reference)
+        train(config, run, task, policy, reference)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8))
 
 
-def train(
-    config: Config, run: Run, accelerator: Accelerator, task: Task, policy: ActorCritic, reference: Policy | None
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: ActorCritic, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     critic = {"params": policy.critic.parameters(), "lr": config.critic_lr_factor * config.lr}
     actor = {"params": policy.model.parameters()}
     optimizer = torch.optim.AdamW([actor, critic], lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step)
@@ -135,27 +131,25 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, accelerator, model, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
         to_go = generalized_advantages(rewards, torch.zeros_like(values), mask, config.gamma, 1.0)  # (B, T-1)
         metrics["critic/explained_variance"] = explained_variance(values, to_go, mask)
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
-    """G completions of each of this rank's part of the step's Q questions: B trajectories."""
+    """G completions of each of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
@@ -178,7 +172,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -190,7 +186,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
-def value_loss(config: Config, values: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def value_loss(config: Config, values: torch.Tensor, micro: Experience, num_rows: float) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): clipped squared error / tokens of its row / num_rows."""
     mask = micro.action_mask
     token_loss = clipped_value_loss(values, micro.values, micro.value_targets, config.value_clip)  # (b, T-1)
@@ -199,12 +195,7 @@ def value_loss(config: Config, values: torch.Tensor, micro: Experience, num_rows
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    experience: Experience,
-    step: int,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -212,20 +203,15 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch)  # the critic learns from every row
-            micro_batches = in_step(micro_batches, minibatch.filler())
-            for number, micro in enumerate(micro_batches, start=1):
-                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+            for micro in minibatch.split(config.micro_batch):  # the critic learns from every row
                 log_probs, entropy, values = model(micro.sequences, micro.action_mask)  # (b, T-1) each
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
                 terms = terms * (step > config.critic_warmup)  # the policy waits for a critic that knows something
-                value_terms, of_values = value_loss(config, values, micro, num_rows)
-                loss = terms.sum() + value_terms.sum()
-                accelerator.backward(loss * world_size())  # gradients are averaged over ranks, not summed
+                value_terms, of_values = value_loss(config, values, micro, minibatch.num_rows)
+                (terms.sum() + value_terms.sum()).backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics, **of_values)
-            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

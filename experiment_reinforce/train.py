@@ -31,6 +31,7 @@ import torch
 
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: one completion of each of Q questions
@@ -101,16 +103,17 @@ def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
         baseline = run.newest.get("reward/baseline", 0.0)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = (returns.view(-1, 1) - baseline).to(policy.device)  # (B, 1): one for a row's tokens
-        if config.baseline == "mean":
-            baseline += SMOOTHING * (returns.mean().item() - baseline)
         run.lap("reward")
 
         # 4 update: one optimizer step on this rollout
-        statistics = update(config, policy, optimizer, experience)
+        statistics = update(config, model, optimizer, experience)
         run.lap("update")
 
         # 5 log, evaluate, checkpoint
-        metrics = statistics.metrics() | rollout_metrics(trajectories, returns) | {"reward/baseline": baseline}
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        if config.baseline == "mean":
+            baseline += SMOOTHING * (metrics["reward/total"] - baseline)
+        metrics["reward/baseline"] = baseline
         metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
@@ -136,24 +139,26 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
     )
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): -A log p(token) / num_rows."""
     return -micro.advantages * torch.where(micro.action_mask.bool(), log_probs, 0.0) / num_rows, {}
 
 
 def update(
-    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience
 ) -> UpdateStatistics:
     """One optimizer step on one rollout, whose micro-batches add up."""
     statistics = UpdateStatistics(max_grad_norm=math.inf)
     optimizer.zero_grad()
     for micro in experience.split(config.micro_batch, skip_zero_advantages=True):
-        log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+        log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
         log_probs.retain_grad()  # a token's push is minus its gradient
-        terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(experience))
+        terms, diagnostics = policy_loss(config, log_probs, micro, experience.num_rows)
         terms.sum().backward()
         statistics.add(0, 0, micro, log_probs, terms, entropy=entropy, **diagnostics)
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), math.inf)  # measured, not clipped
+    grad_norm = clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
     statistics.end_update(grad_norm)

@@ -11,25 +11,24 @@
     python experiment_reward_model/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
         --model Qwen/Qwen2.5-0.5B-Instruct
     torchrun --nproc-per-node 2 experiment_reward_model/train.py                        # the same update
-    python experiment_accelerate/train.py --reward-model runs/experiment_reward_model/<name>/final \\
+    python experiment_base/train.py --reward-model runs/experiment_reward_model/<name>/final \\
         --reward-weight correct=0 preference=1                                          # train a policy against it
 
-Parent: none; the loop has the order of experiment_sft, and ranks work as in experiment_accelerate.
+Parent: none; the loop has the order of experiment_sft.
 
-Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
-per micro-batch, T tokens.
+Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
+each has its part), b rows per micro-batch, T tokens.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.experience import Experience, collate
 from common.fast.sharded_weights import gathered_weights
 from common.loss import bradley_terry_loss
-from common.parallel import gather, gather_rows, part_of, world_size
+from common.parallel import clip_grad_norm_, gather_rows, part_of
 from common.preferences import preference_metrics, rightness
 from common.reward_model import RewardModel, score_rows
 
@@ -39,7 +38,6 @@ from harness.cli.parse import parse_config
 from harness.data.data import prompts_of_step
 from harness.data.pairs import PAIRS, Pair, load_pairs, read_pairs
 from harness.models.reward_loading import new_reward_model
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -66,12 +64,12 @@ class Config(EvaluatedConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__, resolved=RESOLVED))
+    config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
     rows = read_pairs(config)  # before a model is loaded
     with start_run(config) as run:
         reward_model = new_reward_model(config)
         pairs, eval_pairs = load_pairs(config, reward_model, rows)
-        train(config, run, accelerator, reward_model, pairs, eval_pairs)
+        train(config, run, reward_model, pairs, eval_pairs)
         run.save_final(reward_model)
         examination = examine(config, reward_model, eval_pairs)
         run.write_summary(examination)
@@ -80,35 +78,28 @@ def main(argv: list[str] | None = None) -> None:
         say(f"reward model: {run.directory / 'final'}")
 
 
-def train(
-    config: Config,
-    run: Run,
-    accelerator: Accelerator,
-    reward_model: RewardModel,
-    pairs: list[Pair],
-    eval_pairs: list[Pair],
-) -> None:
+def train(config: Config, run: Run, reward_model: RewardModel, pairs: list[Pair], eval_pairs: list[Pair]) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, reward_model, optimizer)
-    run.restore(reward_model, optimizer, accelerator)
+    model, optimizer = run.prepare(reward_model, optimizer)  # alone as they are; several processes average gradients
+    run.restore(reward_model, optimizer)
     for step in run.steps(config.epochs * (len(pairs) // config.pairs_per_step)):
-        # 1 read: this rank's part of the step's pairs, in another order every epoch
+        # 1 read: the step's pairs, in another order every epoch
         pair_index = prompts_of_step(len(pairs), config.pairs_per_step, step, config.seed)
-        rows = [row for index in part_of(config.pairs_per_step) for row in pairs[pair_index[index]].rows]
+        rows = [row for index in pair_index for row in pairs[index].rows]
         batch = collate(rows, reward_model.pad_id, reward_model.device)
         run.lap("read")
 
         # 5 update: one optimizer step
-        metrics = update(config, accelerator, model, optimizer, batch)
+        metrics = update(config, model, optimizer, batch)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics |= run.costs(num_tokens=sum(gather(int(batch.attention_mask.sum()))))
+        metrics |= run.costs(num_tokens=int(batch.attention_mask.sum()))
         if config.eval_every and step % config.eval_every == 0:
             metrics |= examine(config, reward_model, eval_pairs)
         run.log(step, metrics)
-        run.checkpoint(step, reward_model, optimizer, accelerator)
+        run.checkpoint(step, reward_model, optimizer)
 
 
 def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
@@ -118,24 +109,18 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Experience,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Experience
 ) -> dict[str, float]:
-    """One optimizer step: the mean over the pairs of all ranks."""
+    """One optimizer step: the mean over the pairs."""
     optimizer.zero_grad()
     margins = []
-    micro_batches = list(batch.split(2 * config.micro_batch_size))  # as many on every rank
-    for number, micro in enumerate(micro_batches, start=1):
-        accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+    for micro in batch.split(2 * config.micro_batch_size):
         scores = model(micro.sequences, micro.attention_mask)  # (b,)
         margin = pair_margins(scores, micro)  # (b/2,)
-        loss = bradley_terry_loss(margin).sum() / config.pairs_per_step
-        accelerator.backward(loss * world_size())  # gradients are averaged over ranks, not summed
+        loss = bradley_terry_loss(margin).sum() / (batch.num_rows / 2)  # the pairs of this step
+        loss.backward()
         margins += margin.tolist()
-    grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+    grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
     margins = torch.tensor(gather_rows(margins))

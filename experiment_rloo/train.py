@@ -9,11 +9,11 @@ the constant G / (G - 1): a step size. RLOO differs from GRPO in two divisions: 
 deviation, and no row by its length. *Back to Basics* (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
     python experiment_rloo/train.py
-    diff experiment_accelerate/train.py experiment_rloo/train.py
+    diff experiment_base/train.py experiment_rloo/train.py
 
-Parent: experiment_accelerate, which runs in one process or in several.
+Parent: experiment_base, which explains everything else.
 
-Shapes: Q prompts per step of this rank, its part of --prompts-per-step; G completions per prompt, B = Q*G rows with a
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
 group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
 the logits at t predict.
 """
@@ -22,14 +22,13 @@ import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from common.advantages import group_advantages
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
-from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -41,7 +40,6 @@ from harness.data.held_out import evaluate_held_out
 from harness.data.task import Task
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
-from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
@@ -69,25 +67,23 @@ class Config(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
-        train(config, run, accelerator, task, policy, reference)
+        train(config, run, task, policy, reference)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8))
 
 
-def train(
-    config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, reference: Policy | None
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
-    run.restore(policy, optimizer, accelerator)
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step)
@@ -117,25 +113,23 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, accelerator, model, optimizer, experience, step)
+        statistics = update(config, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
-        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer, accelerator)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
-    """G completions of each of this rank's part of the step's Q questions: B trajectories."""
+    """G completions of each of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
@@ -158,7 +152,9 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+def policy_loss(
+    config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
+) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / max_new_tokens / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
@@ -171,12 +167,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
 
 
 def update(
-    config: Config,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    experience: Experience,
-    step: int,
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -184,17 +175,13 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
-            micro_batches = in_step(micro_batches, minibatch.filler())
-            for number, micro in enumerate(micro_batches, start=1):
-                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
-                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
+                terms.sum().backward()
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

@@ -18,11 +18,12 @@ from common.errors import UserError
 
 from harness.base import checks
 from harness.base.checks import flag
-from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve, shown
+from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolve, shown
 from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
 from harness.data.task import bundled_tasks
+from harness.processes.processes import of_this_process
 from harness.run.machine import with_threads
 from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
 from harness.run.signals import may_say_why
@@ -55,7 +56,7 @@ def parse_config(
     if hasattr(config, "engine_url"):
         _check_engine(config)
     handle_as_usual()
-    return with_threads(config)
+    return with_threads(of_this_process(config) if isinstance(config, PolicyConfig) else config)
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:

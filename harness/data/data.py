@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from common.errors import UserError
 from common.keyed import keyed_generator
+from common.parallel import own_part
 
 from harness.base.checks import local_path, parse_numbers, parse_sources
 from harness.base.config import AskedConfig, RunConfig, shown
@@ -238,11 +239,16 @@ def _number(row: Row, field: str) -> float:
 
 
 def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
+    """This process's part of the step's rows, see `all_prompts_of_step`; alone, all of them."""
+    return own_part(all_prompts_of_step(num_rows, prompts_per_step, step, seed))
+
+
+def all_prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
     """The rows that step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
 
     An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
 
-    >>> first, second = (set(prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
+    >>> first, second = (set(all_prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
     >>> len(first), len(second), first & second
     (2, 2, set())
     """

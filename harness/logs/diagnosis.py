@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -82,7 +83,8 @@ class Diagnosis:
                 "the gradient was not finite, and its update was skipped: lower --lr, and see that every reward is a "
                 "number; three such steps in a row end the run"
             )
-        if (share := self._mean("group/below_zero", 1)) > 0:
+        has_success_rate = hasattr(sys.modules[type(config).__module__], "success_rate")  # MaxRL's train.py
+        if has_success_rate and (share := self._mean("group/below_zero", 1)) > 0:
             found["rewards are below 0"] = (
                 f"{share:.0%} of the groups have returns below 0, where a mean is no success rate: MaxRL measures them "
                 "from the lowest of the group; rewards of 0 and 1 keep its objective (--reward-weight, or the task)"

@@ -62,14 +62,17 @@ class StepClock:
         self._waited += time.perf_counter() - began
 
     def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of the step and its phases (mean over processes), tokens per second, and the largest peak."""
+        """Seconds of the step and its phases (mean over processes), tokens per second, and the largest peak.
+
+        `num_tokens` are those of this process.
+        """
         seconds = time.perf_counter() - self._began
-        own = (self._waited / seconds, self._laps, peak_memory_bytes(self._device))
-        shares, laps, peaks = zip(*gather(own), strict=True)
+        own = (num_tokens, self._waited / seconds, self._laps, peak_memory_bytes(self._device))
+        tokens, shares, laps, peaks = zip(*gather(own), strict=True)
         return {
             "time/step": seconds,
             **{f"time/{phase}": sum(times[phase] for times in laps) / len(laps) for phase in self._laps},
-            "time/tokens_per_second": num_tokens / seconds,
+            "time/tokens_per_second": sum(tokens) / seconds,
             **({"time/waiting": sum(shares) / len(shares)} if any(shares) else {}),
             "memory/peak_bytes": max(peaks),
         }

@@ -57,8 +57,9 @@ class UpdateStatistics:
             raise ValueError(f"policy_loss must return a term for every token, {wanted}, not {got}")
         if not mask.any():
             return  # a filler, see `Experience.filler`
-        push = -log_probs.grad / data_size()  # each rank backpropagates its loss times this number
-        log_probs, terms = log_probs.detach(), terms.detach()
+        # each rank backpropagates its loss times the number of ranks, see `Experience.num_rows`
+        push, terms = -log_probs.grad / data_size(), terms.detach() / data_size()
+        log_probs = log_probs.detach()
         diagnostics = {name: values.detach().expand_as(mask) for name, values in diagnostics.items()}
         own = self._own
         own.losses.append(terms.sum().item())
@@ -135,7 +136,8 @@ def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:
-    """Metrics of the rollout, with `returns` of (Q, G)."""
+    """Metrics of the rollout of all ranks, of which these are one's trajectories, with `returns` of (Q, G)."""
+    trajectories, returns = gather_rows(trajectories), torch.cat(gather(returns))
     first = trajectories[0]
     lengths = [row.num_action_tokens for row in trajectories]
     metrics = {"reward/total": returns.mean().item()}
@@ -163,4 +165,6 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
     metrics["completion/truncated"] = mean([row.finish_reason == "length" for row in trajectories])
     if returns.shape[1] > 1:
         metrics["group/zero_reward_variance"] = 1 - has_reward_variance(returns).float().mean().item()
+    if (below := (returns < 0).any(dim=1)).any():
+        metrics["group/below_zero"] = below.double().mean().item()
     return metrics

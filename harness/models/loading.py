@@ -166,6 +166,14 @@ def exclude_frozen(policy: Policy) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
 
 
+def in_8_bits(optimizer: torch.optim.AdamW) -> torch.optim.Optimizer:
+    """The same AdamW with its moments in 8 bits, in blocks of 256 (arXiv 2110.02861); small weights keep 32 bits."""
+    from bitsandbytes.optim import AdamW8bit
+
+    names = ("params", "lr", "betas", "eps", "weight_decay")
+    return AdamW8bit([{name: group[name] for name in names} for group in optimizer.param_groups])
+
+
 # Whether a model can be trained here ----------------------------------------------------------------------------------
 
 

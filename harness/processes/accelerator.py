@@ -5,7 +5,6 @@ prepared optimizer's own methods do nothing. Under ZeRO-3, calling a submodule g
 message to all ranks: each rank must make the same calls in the same order, or the launch hangs.
 """
 
-import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -20,18 +19,17 @@ from common import parallel
 from common.errors import UserError
 from common.policy import Policy
 
-from harness.base.config import ConfigT
+from harness.base.config import PolicyConfig
 from harness.base.ranks import together
-from harness.base.terminal import say
-from harness.models.loading import exclude_frozen
+from harness.models.loading import exclude_frozen, in_8_bits
 from harness.models.saving import load_weights, save_policy
 from harness.processes import processes
 
 QUANTISED = "FSDP2 cannot shard quantised weights: use accelerate_configs/multi_gpu.yaml, with all of them on each GPU"
 
 
-def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
-    """Connect to the launcher's other processes; returns the settings with this process's device."""
+def start_accelerator(config: PolicyConfig) -> Accelerator:
+    """Connect to the launcher's other processes as Accelerate is told to."""
     asked = processes.requested_launch()
     on_cpu, by_deepspeed = config.device == "cpu", asked.sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the old addresses; it accepts processes that are connected
@@ -41,24 +39,15 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
     with processes.meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
-    if asked.on_gpus and accelerator.device.type == "cpu":
-        say(f"GPUs were asked for and none is used: training runs on the CPU, processes: {accelerator.num_processes}")
-    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
-    if dtype != config.dtype:
-        say(f"Accelerate is told to compute in bf16: --dtype is {dtype}")
+    processes.tell_missing_gpus(asked, accelerator.device.type == "cpu", accelerator.num_processes)
     with together():
         processes.check_launch(accelerator)
-        if config.resume is not None and dtype != config.dtype:
-            raise UserError(
-                f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in {dtype}: "
-                f"set mixed_precision no {processes.WHERE}"
-            )
-        what = "pairs" if hasattr(config, "pairs_per_step") else "prompts"
-        if config.optimizer != "adamw" and asked.sharding is not None:
-            raise UserError(f"--optimizer {config.optimizer} needs whole weights: use a configuration without sharding")
+        optimizer = getattr(config, "optimizer", "adamw")
+        if optimizer != "adamw" and asked.sharding is not None:
+            raise UserError(f"--optimizer {optimizer} needs whole weights: use a configuration without sharding")
         if config.load_in is not None and asked.sharding == "fsdp":  # Accelerate keeps them whole; checkpoints fail
             raise UserError(f"--load-in {config.load_in}: {QUANTISED}")
-        processes.check_divides(f"--{what}-per-step", getattr(config, f"{what}_per_step"), what, config)
+        processes.check_parts(config)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -69,9 +58,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     else:
         accelerator.register_save_state_pre_hook(_save)
         accelerator.register_load_state_pre_hook(_load)
-    accelerator.has_8bit_moments = config.optimizer == "adamw_8bit"  # for `prepare`
-    device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
-    return dataclasses.replace(config, device=device, dtype=dtype), accelerator
+    accelerator.has_8bit_moments = optimizer == "adamw_8bit"  # for `prepare`
+    return accelerator
 
 
 def prepare(
@@ -87,16 +75,8 @@ def prepare(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         policy.max_logits = sys.maxsize  # under ZeRO-3 so is each call of the LM head
     if getattr(accelerator, "has_8bit_moments", False):  # not of one that a test has made
-        optimizer = _in_8_bits(optimizer)
+        optimizer = in_8_bits(optimizer)
     return accelerator.prepare(policy, optimizer)
-
-
-def _in_8_bits(optimizer: torch.optim.AdamW) -> torch.optim.Optimizer:
-    """The same AdamW with its moments in 8 bits, in blocks of 256 (arXiv 2110.02861); small weights keep 32 bits."""
-    from bitsandbytes.optim import AdamW8bit
-
-    names = ("params", "lr", "betas", "eps", "weight_decay")
-    return AdamW8bit([{name: group[name] for name in names} for group in optimizer.param_groups])
 
 
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

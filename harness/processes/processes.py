@@ -17,7 +17,7 @@ from torch import distributed
 from common.errors import UserError
 from common.parallel import data_size
 
-from harness.base.config import ConfigT
+from harness.base.config import ConfigT, PolicyConfig
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
 from harness.run.signals import leave
@@ -33,29 +33,75 @@ FILES = {"fsdp": "accelerate_configs/fsdp2.yaml", "deepspeed": "accelerate_confi
 WHERE = "in the configuration file or on the command line of accelerate"
 
 
-def start_processes(config: ConfigT) -> ConfigT:
-    """Connect to the other processes, or run as a single one; returns the settings with this process's device."""
-    config = dataclasses.replace(config, device=own_device(config.device))
+def connect(config: PolicyConfig) -> "Accelerator | None":
+    """Connect to the other processes, if several were launched, and if the experiment has not done it.
+
+    Returns an Accelerator if Accelerate was asked to shard the weights.
+    """
+    if distributed.is_initialized():
+        return None
+    asked = requested_launch()
+    if asked.sharding == "deepspeed":
+        raise UserError(
+            "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or FSDP2 "
+            f"({FILES['fsdp']})"
+        )
+    if asked.sharding is not None:
+        from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
+
+        return start_accelerator(config)
+    if num_launched() > 1:
+        _join(config)
+    on_cpu = not config.device.startswith("cuda")
+    tell_missing_gpus(asked, on_cpu, num_launched())
+    with together():
+        check_request(asked, num_launched(), on_cpu, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        check_parts(config)
+    return None
+
+
+def start_processes(config: PolicyConfig) -> None:
+    """Connect to the other processes, or run as a single one, in an experiment that synchronises by itself."""
+    _join(config)
+    with together():
+        if config.optimizer != "adamw":
+            raise UserError(f"--optimizer {config.optimizer} is for experiment_base and its other descendants")
+        rows = config.prompts_per_step * config.group_size
+        check_divides("--prompts-per-step times --group-size", rows, "rows", config)
+
+
+def _join(config: PolicyConfig) -> None:
     if torch.device(config.device).type == "cuda":
         torch.cuda.set_device(torch.device(config.device).index or 0)
     meet("nccl" if config.device.startswith("cuda") else "gloo")
-    with together():
-        rows = config.prompts_per_step * config.group_size
-        check_divides("--prompts-per-step times --group-size", rows, "rows", config)
-    return config
 
 
-def own_device(device: str) -> str:
-    """The device of this process when the settings say `device`: each of several processes has its own GPU."""
-    if num_launched() == 1 or torch.device(device).type != "cuda":
-        return device
+def of_this_process(config: ConfigT) -> ConfigT:
+    """The settings with this process's device, one GPU for each, and with the arithmetic that Accelerate is told."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and config.dtype != "bfloat16":
+        if config.resume is not None:
+            raise UserError(
+                f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in bfloat16: "
+                f"set mixed_precision no {WHERE}"
+            )
+        say("Accelerate is told to compute in bf16: --dtype is bfloat16")
+        config = dataclasses.replace(config, dtype="bfloat16")
+    if num_launched() == 1 or torch.device(config.device).type != "cuda":
+        return config
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
         raise UserError(f"process {local_rank} of this machine has no GPU: start at most {torch.cuda.device_count()}")
-    return f"cuda:{local_rank}"
+    return dataclasses.replace(config, device=f"cuda:{local_rank}")
 
 
-def check_divides(name: str, count: int, what: str, config: ConfigT | None = None) -> None:
+def check_parts(config: PolicyConfig) -> None:
+    """Refuse prompts, or pairs, that the processes cannot divide equally."""
+    for what in ("prompts", "pairs"):
+        if (count := getattr(config, f"{what}_per_step", None)) is not None:
+            check_divides(f"--{what}-per-step", count, what, config)
+
+
+def check_divides(name: str, count: int, what: str, config: PolicyConfig | None = None) -> None:
     """Refuse a count that the processes cannot divide equally: those that run, or those of --estimate --gpus."""
     processes = data_size()
     if config is not None and config.gpus:
@@ -145,35 +191,46 @@ def requested_launch() -> Requested:
     return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus)
 
 
+def tell_missing_gpus(asked: Requested, on_cpu: bool, got: int) -> None:
+    if asked.on_gpus and on_cpu:
+        say(f"GPUs were asked for and none is used: training runs on the CPU, processes: {got}")
+
+
+def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str, accumulation: int = 1) -> None:
+    """Refuse what training does not support, or another number of processes; alike on every rank."""
+    if mixed_precision not in ("no", "bf16"):
+        raise UserError(f"mixed_precision {mixed_precision} is not supported: set bf16, or no, {WHERE}")
+    if (steps := max(asked.accumulation, accumulation)) > 1:
+        raise UserError(
+            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and use --micro-batch-size"
+        )
+    if (wanted := asked.num_processes or got) != got:
+        count = f"{wanted} process{'es' if wanted > 1 else ''}"
+        alone = ", each for itself" if num_launched() > 1 and got == 1 else ""
+        start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
+        remedy = f"use {start} {wanted} {sys.argv[0]}" if got == 1 else "give a multiple of the number of machines"
+        raise UserError(f"{count} were asked for, but Accelerate started {got}{alone}: {remedy}")
+
+
 def check_launch(accelerator: "Accelerator") -> None:
-    """Refuse a launch that differs from the request or that training does not support; alike on every rank."""
+    """`check_request`, and refuse another sharding than the one that was asked for; alike on every rank."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(f"mixed_precision {accelerator.mixed_precision} is not supported: set bf16, or no, {WHERE}")
-    plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number, or "auto"
-    by_deepspeed = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
-    steps = [asked.accumulation, accelerator.gradient_accumulation_steps, by_deepspeed]
-    if (most := max(number for number in steps if isinstance(number, int))) > 1:
-        raise UserError(
-            f"gradient_accumulation_steps {most} is not supported: set 1 {WHERE}, and use --micro-batch-size"
-        )
-    processes = asked.num_processes or got
-    count = f"{processes} process{'es' if processes > 1 else ''}"
     if asked.sharding and kind != SHARDED[asked.sharding]:
+        wanted = asked.num_processes or got
         remedy = f"use accelerate launch --config_file {FILES[asked.sharding]} {script}"
         if on_cpu:
-            remedy = f"it needs a GPU for each process; on this machine use torchrun --nproc-per-node {processes} "
+            remedy = f"it needs a GPU for each process; on this machine use torchrun --nproc-per-node {wanted} "
             remedy += f"{script}, which does not shard"
-        what = f"{SHARDED[asked.sharding]} with {count}"
+        what = f"{SHARDED[asked.sharding]} with {wanted} process{'es' if wanted > 1 else ''}"
         raise UserError(f"{what} was asked for, but Accelerate gave {kind.value} with {got}: {remedy}")
     if kind == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
-    if processes != got:
-        alone = ", each for itself" if num_launched() > 1 and got == 1 else ""
-        start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
-        remedy = f"use {start} {processes} {script}" if got == 1 else "give a multiple of the number of machines"
-        raise UserError(f"{count} were asked for, but Accelerate started {got}{alone}: {remedy}")
+    plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number, or "auto"
+    by_deepspeed = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
+    steps = [accelerator.gradient_accumulation_steps, by_deepspeed]
+    accumulation = max(number for number in steps if isinstance(number, int))
+    check_request(asked, got, on_cpu, accelerator.mixed_precision, accumulation)
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:

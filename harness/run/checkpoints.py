@@ -126,7 +126,9 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
     """Restore policy and optimizer; Accelerate cannot always read files of another number of processes or shards."""
     if accelerator is None:
         load_weights(policy, path)
-        optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
+        state = path / "optimizer.pt"
+        state = state if state.exists() else path / "optimizer.bin"  # of a run that Accelerate wrote
+        optimizer.load_state_dict(torch.load(state, weights_only=True, map_location=policy.device))
         return
     try:
         accelerator.load_state(str(path))

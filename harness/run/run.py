@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
 from common.evaluate import Evaluation
 from common.experience import Experience
-from common.parallel import is_main
+from common.parallel import is_main, world_size
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -35,6 +36,7 @@ from harness.logs.metrics import MetricsLog, StepClock, StepTrace, finite, progr
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
+from harness.models.loading import exclude_frozen, in_8_bits
 from harness.models.pretrained import count_parameters
 from harness.models.saving import save_base, save_merged, save_policy
 from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
@@ -69,6 +71,8 @@ class Run:
         self._clock = StepClock(config.device)
         self._trace = StepTrace(self.directory / "trace.json.gz", self.tell)
         self.contexts = ExitStack()  # closed with the run
+        # Writes and reads checkpoints in which each process has its shard; None: all processes have all weights
+        self.accelerator = None
         # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
         self._logged: dict[str, float] = {}  # by the newest step
@@ -91,12 +95,30 @@ class Run:
         if not say_above_progress(sentence):  # not `|=`, which would undo a Ctrl-C that comes while it prints
             self.stop.is_made = True
 
-    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Read a resumed run's checkpoint into policy and optimizer, through `accelerator` if it prepared them."""
+    def prepare(
+        self, policy: Policy, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """The policy, wrapped so that `backward` averages its gradients over the processes, and its optimizer.
+
+        Alone, both stay as they are, except for --optimizer adamw_8bit.
+        """
+        if self.accelerator is not None:
+            from harness.processes.accelerator import prepare  # not at the top: it takes two seconds
+
+            return prepare(self.accelerator, policy, optimizer)
+        if getattr(self.config, "optimizer", None) == "adamw_8bit":
+            optimizer = in_8_bits(optimizer)
+        if world_size() == 1:
+            return policy, optimizer
+        exclude_frozen(policy)  # also a critic's
+        return DistributedDataParallel(policy), optimizer
+
+    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+        """Read a resumed run's checkpoint into policy and optimizer."""
         self._optimizer, self._rates = optimizer, [group["lr"] for group in optimizer.param_groups]
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
-            read_checkpoint(path, policy, optimizer, accelerator)
+            read_checkpoint(path, policy, optimizer, self.accelerator)
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -198,7 +220,7 @@ class Run:
             self._complete = None
 
     def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of this step so far, tokens per second for `num_tokens`, and peak memory."""
+        """Seconds of this step so far, tokens per second, with `num_tokens` of this process, and peak memory."""
         return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -243,10 +265,10 @@ class Run:
         if shows_samples(step):
             on_main(lambda: self._metrics.show_samples(step, lines))
 
-    def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+    def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N when it is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._keep_best(step, policy)
-        self._complete = (step, policy, optimizer, accelerator)
+        self._complete = (step, policy, optimizer)
         every = self.config.checkpoint_every
         if self.stop.agree() or (every and (step % every == 0 or step == self._last_step or self._ends_early)):
             self.keep_progress()
@@ -276,9 +298,9 @@ class Run:
         """Write a checkpoint of the newest complete step, if there is none and no update has begun since."""
         if self._complete is None or self._num_skipped:
             return
-        step, policy, optimizer, accelerator = self._complete
+        step, policy, optimizer = self._complete
         on_main(lambda: save_base(self.config, policy, self.directory / "base"))
-        write_checkpoint(self.directory, step, policy, optimizer, self.config.keep_checkpoints, accelerator)
+        write_checkpoint(self.directory, step, policy, optimizer, self.config.keep_checkpoints, self.accelerator)
         self._complete = None
 
     @property

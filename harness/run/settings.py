@@ -55,17 +55,6 @@ def experiment_of(config: PolicyConfig) -> str:
     return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
 
 
-def has_accelerator(config: PolicyConfig) -> bool:
-    """Whether this train.py runs under Accelerate, which then prepares its optimizer."""
-    return hasattr(sys.modules[type(config).__module__], "start_accelerator")
-
-
-def takes_several(config: PolicyConfig) -> bool:
-    """Whether this train.py connects several processes."""
-    names = ("start_accelerator", "start_processes", "start_mesh")
-    return any(hasattr(sys.modules[type(config).__module__], name) for name in names)
-
-
 def script_of(config: PolicyConfig) -> str:
     """The SHA-256 of this train.py, shortened: the commit says nothing about a user's own file."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
@@ -20,6 +21,7 @@ from harness.base.config import PolicyConfig
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.data import num_steps
 from harness.data.task import Task, TaskError
+from harness.processes.processes import connect
 from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
@@ -27,13 +29,14 @@ from harness.run.run import Run
 from harness.run.settings import (
     describe_sources,
     experiment_of,
-    has_accelerator,
     read_settings,
     script_of,
-    takes_several,
     write_settings,
 )
 from harness.run.watched import watched
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # alone, nothing of it is imported
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -83,33 +86,30 @@ def _call(main: Callable[[], object]) -> int:
 
 
 @contextmanager
-def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
-    """Make or resume the run's directory; Ctrl-C ends a step with a checkpoint. `searched`: see `search_sources`."""
-    experiment = experiment_of(config)
-    remedy = " (diff experiment_base/train.py experiment_accelerate/train.py shows what several need)"
-    if experiment == "experiment_base":
-        remedy = ", or several processes of experiment_accelerate, which otherwise equals it"
-    if (count := ranks.num_launched()) > world_size():
-        raise UserError(f"{experiment} trains in one process, but {count} were started: start it with python{remedy}")
-    if getattr(config, "optimizer", "adamw") != "adamw" and not has_accelerator(config):
-        raise UserError(
-            f"--optimizer {config.optimizer} is for experiment_accelerate, which otherwise equals experiment_base, and "
-            f"for its siblings, not for {experiment}"
-        )
+def start_run(
+    config: PolicyConfig,
+    task: Task | None = None,
+    searched: dict[str, dict] | None = None,
+    accelerator: "Accelerator | None" = None,
+) -> Iterator[Run]:
+    """Connect the launched processes, and make or resume the run's directory; Ctrl-C ends a step with a checkpoint.
+
+    `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
+    """
+    accelerator = accelerator or connect(config)
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.models.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
-        if not takes_several(config) and is_main():
-            say(f"{experiment} trains in one process: start it with python{remedy}")
         raise SystemExit(0)
     steps = None
     if hasattr(config, "steps") and config.epochs is not None:
         steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
-    run = _open_run(experiment, config, task, searched or {})
+    run = _open_run(experiment_of(config), config, task, searched or {})
     run.steps_of_epochs = steps
+    run.accelerator = accelerator
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
