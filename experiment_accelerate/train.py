@@ -1,17 +1,18 @@
-"""GRPO on many devices: experiment_base under Hugging Face Accelerate, with the same update as on one.
+"""GRPO on many devices: what experiment_base leaves to the harness, written out with Hugging Face Accelerate.
 
     every rank, that is every process, in step with the others:
         sample completions of its part of the step's prompts, in complete groups; reward them; take their advantages
-        its loss = sum of the losses of its rows / number of rows of all ranks * number of ranks
+        its loss = sum of the losses of its rows / (number of rows of all ranks / number of ranks)
         backward: gradients are averaged over the ranks, which makes them the gradient of the mean over all rows
         take an optimizer step, the same on every rank
 
 `accelerate config`, or a file in accelerate_configs/, tells Accelerate which devices and which arithmetic to use, and
-whether each device holds the whole model or a shard of it.
+whether each device holds the whole model or a shard of it. experiment_base and its other descendants also run on many
+devices, with the same update. Only DeepSpeed needs this file: its last backward of an update takes the optimizer step.
 
     python experiment_accelerate/train.py                                        # experiment_base, bit for bit
     torchrun --nproc-per-node 2 experiment_accelerate/train.py                   # two processes of a CPU
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml experiment_accelerate/train.py
+    accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml experiment_accelerate/train.py
     diff experiment_base/train.py experiment_accelerate/train.py
 
 Parent: experiment_base, which explains everything else.
@@ -189,8 +190,8 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch))) / world_size()  # of all ranks; each backpropagates its own, below
-            # as many on every rank, each of which is a message to the others
+            num_rows = sum(gather(len(minibatch))) / world_size()  # their mean over the ranks, as backward averages gradients
+            # as many on every rank, because each pass is a message to the others: a rank with fewer has fillers
             micro_batches = list(minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0))
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one

@@ -3,7 +3,7 @@
     every rank, that is every process, in step with the others:
         sample its part of the step's B completions; a group can begin on one rank and end on the next
         reward them; gather the rewards of all ranks, and take the advantages within complete groups
-        its loss = sum of the losses of its rows / number of rows of all ranks * number of ranks
+        its loss = sum of the losses of its rows / (number of rows of all ranks / number of ranks)
         backward through all micro-batches; during the last backward, gradients are averaged over the ranks
         take an optimizer step, the same on every rank
 
@@ -188,8 +188,8 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch))) / world_size()  # of all ranks; each backpropagates its own, below
-            # as many on every rank; here only the last one must be there, a filler if a rank has no rows
+            num_rows = sum(gather(len(minibatch))) / world_size()  # their mean over the ranks, as backward averages gradients
+            # as many on every rank; here a last one would be enough, a filler if the rank has no rows
             *first, last = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
             for micro in (*first, last):
                 with nullcontext() if micro is last else model.no_sync():  # gradients are averaged in the last one
