@@ -190,7 +190,7 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch))) / world_size()  # their mean over the ranks, as backward averages gradients
+            num_rows = sum(gather(len(minibatch))) / world_size()  # mean over the ranks, as backward averages gradients
             # as many on every rank, because each pass is a message to the others: a rank with fewer has fillers
             micro_batches = list(minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0))
             for number, micro in enumerate(micro_batches, start=1):

@@ -188,7 +188,7 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch))) / world_size()  # their mean over the ranks, as backward averages gradients
+            num_rows = sum(gather(len(minibatch))) / world_size()  # mean over the ranks, as backward averages gradients
             # as many on every rank; here a last one would be enough, a filler if the rank has no rows
             *first, last = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
             for micro in (*first, last):
