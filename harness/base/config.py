@@ -203,7 +203,7 @@ class EvaluatedConfig(PolicyConfig):
     # the learning rate after the warm-up: constant, or falling to nearly 0 at the last step, linearly or as a cosine
     lr_schedule: OfPolicy[Literal["constant", "linear", "cosine"]] = "constant"
     lr_warmup_steps: OfPolicy[CountOrZero] = 0  # steps over which the learning rate rises from 0
-    # adamw_8bit: hold the moments of AdamW in 8 bits (bitsandbytes); for experiment_accelerate and its siblings
+    # adamw_8bit: hold the moments of AdamW in 8 bits (bitsandbytes); not for sharded weights
     optimizer: OfPolicy[Literal["adamw", "adamw_8bit"]] = "adamw"
     # also keep the weights, in best/, of the step with the highest value of this metric, e.g. eval/greedy/accuracy;
     # None: only the last ones
