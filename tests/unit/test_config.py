@@ -225,11 +225,11 @@ def test_each_of_several_processes_takes_its_own_gpu(monkeypatch, num_processes,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    assert of_this_process(PolicyConfig(device=device)).device == expected
+    assert of_this_process(RunConfig(device=device)).device == expected
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="process 2 of this machine has no GPU: start at most 2"):
-        of_this_process(PolicyConfig(device="cuda"))
+        of_this_process(RunConfig(device="cuda"))
 
 
 @pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
