@@ -1,7 +1,7 @@
 """What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
 
     for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
-    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 9 minutes on one core
+    python benchmarks/smollm2.py runs/experiment_base/seed{0,1,2}      # 9 minutes on one core
 
 Keeps the runs in benchmarks/results/smollm2/, draws docs/smollm2_unseen.png, and writes the entry `smollm2` of
 measurements.json; results of other runs stay there:

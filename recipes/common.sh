@@ -45,8 +45,8 @@ train() {
     fi
     command -v "$python" >/dev/null || fail "PYTHON=$(printf %q "$python"): there is no such command"
     [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || fail "NUM_PROCESSES=$(printf %q "$processes") must be 1 to 9999"
-    if [[ $processes$config != 1 && $script != experiment_accelerate/train.py ]]; then
-        fail "$script runs in one process: leave out NUM_PROCESSES and CONFIG"
+    if [[ $config == deepspeed* && $script == experiment_base/train.py ]]; then
+        script=experiment_accelerate/train.py # the same training; DeepSpeed needs its backward
     fi
     file=$ROOT/accelerate_configs/$config.yaml
     if [[ -n $config ]]; then

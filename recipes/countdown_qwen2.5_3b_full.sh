@@ -18,7 +18,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-train experiment_accelerate/train.py \
+train experiment_base/train.py \
     --task countdown --data Jiayi-Pan/Countdown-Tasks-3to4 --model Qwen/Qwen2.5-3B --gradient-checkpointing \
     --chat-template "$RECIPES/base_model.jinja" --completion-prefix $'Let me solve this step by step.\n<think>' \
     --reward-weight correct=0.9 answered=0.1 \

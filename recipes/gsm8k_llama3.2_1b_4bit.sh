@@ -17,7 +17,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-train experiment_accelerate/train.py \
+train experiment_base/train.py \
     --task gsm8k --model meta-llama/Llama-3.2-1B-Instruct --gradient-checkpointing --lora-rank 16 --load-in 4bit \
     --steps 348 --prompts-per-step 64 --group-size 8 --max-new-tokens 512 \
     --lr 1e-5 --kl-weight 0.001 \

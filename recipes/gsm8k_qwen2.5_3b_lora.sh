@@ -16,7 +16,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-train experiment_accelerate/train.py \
+train experiment_base/train.py \
     --task gsm8k --model Qwen/Qwen2.5-3B-Instruct --gradient-checkpointing --lora-rank 32 \
     --steps 348 --prompts-per-step 64 --group-size 5 --max-new-tokens 1024 \
     --lr 3e-6 --kl-weight 0.001 \

@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 [[ -d smollm2 ]] || "${PYTHON:-python}" "$RECIPES/smollm2.py" smollm2
 
-train experiment_accelerate/train.py \
+train experiment_base/train.py \
     --task instructions --model smollm2 \
     --data "$ROOT/data/instructions_short.jsonl" --eval-data "$ROOT/data/instructions_short_heldout.jsonl" \
     --steps 60 --prompts-per-step 8 --group-size 8 --max-new-tokens 48 \

@@ -15,7 +15,7 @@
 # Differs: the questions, of MATH's training split only, where the authors' file for levels 3 to 5 has 8K (their
 #     example for this model takes its math_12k); the judge of answers (math-verify's, see docs/tasks.md); a
 #     completion that is cut off is judged like the others, where theirs earns nothing; 400 steps, where theirs takes
-#     20 passes; one process only.
+#     20 passes.
 # Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -15,7 +15,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-train experiment_accelerate/train.py \
+train experiment_base/train.py \
     --task prompts --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \
     --model meta-llama/Llama-3.1-8B-Instruct --gradient-checkpointing \
     --reward-model Skywork/Skywork-Reward-V2-Llama-3.1-8B --answer-begins '</think>' --strict \

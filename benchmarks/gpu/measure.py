@@ -242,7 +242,7 @@ def smollm2(bench: Bench) -> None:
     recipe = ["bash", "recipes/instructions_smollm2_135m.sh", "--", *flags.split(), "--device", bench.device]
     recipe += ["--runs-dir", bench.output / "runs", "--name", "smollm2"]
     found = bench.run("recipe", recipe, 400)
-    summary = bench.output / "runs" / "experiment_accelerate" / "smollm2" / "summary.json"
+    summary = bench.output / "runs" / "experiment_base" / "smollm2" / "summary.json"
     bench.note("recipe", **found, summary=json.loads(summary.read_text("utf-8")) if summary.exists() else None)
 
 
