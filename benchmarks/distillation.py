@@ -138,7 +138,7 @@ def full(train: ModuleType, models: list[Policy]) -> dict[str, object]:
     """The loss is the divergence itself, over the vocabulary, instead of an estimate from one token."""
     sampled = train.policy_loss
 
-    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: float) -> tuple:
         terms, diagnostics = sampled(config, log_probs, micro, num_tokens)
         exact = reverse_kl(*models, micro.sequences, micro.action_mask) / num_tokens
         return exact + 0.0 * terms, diagnostics  # so that log_probs still has a gradient: pushes of 0
@@ -150,7 +150,7 @@ def row_mean(train: ModuleType, _: list[Policy]) -> dict[str, object]:
     """The mean over the tokens of a row, and then over rows, as in GRPO."""
     over_all = train.policy_loss
 
-    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: float) -> tuple:
         terms, diagnostics = over_all(config, log_probs, micro, num_tokens)
         return terms * num_tokens / micro.action_mask.sum(dim=1, keepdim=True) / ROWS, diagnostics
 
@@ -163,9 +163,9 @@ def with_advantages(change: Callable[[list[Policy], Experience], torch.Tensor], 
     def replace(train: ModuleType, models: list[Policy]) -> dict[str, object]:
         update = train.update
 
-        def update_otherwise(config, accelerator, model, optimizer, experience: Experience, step: int):
+        def update_otherwise(config, model, optimizer, experience: Experience, step: int):
             experience.advantages = change(models, experience) * experience.action_mask
-            return update(config, accelerator, model, optimizer, experience, step)
+            return update(config, model, optimizer, experience, step)
 
         return {"update": update_otherwise} | (loss(train, models) if loss else {})
 

@@ -8,6 +8,7 @@ with measured runs.
 import copy
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from harness.data.context import longest_of_run
 from harness.data.task import Task
 from harness.models.adapters import linear_layers
 from harness.models.pretrained import read_config, set_template, tokenizer_of
-from harness.run.settings import has_accelerator, takes_several
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
@@ -80,7 +80,8 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
     room = device_memory(config.device) if config.gpu_memory is None else config.gpu_memory * GB
     launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
     needs_whole_weights = config.load_in or hasattr(config, "engine_url") or _has_8bit_moments(config)
-    if launches is LAUNCHES and (needs_whole_weights or (takes_several(config) and not has_accelerator(config))):
+    by_hand = hasattr(sys.modules[type(config).__module__], "DistributedDataParallel")
+    if launches is LAUNCHES and (needs_whole_weights or by_hand):
         launches = ("multi_gpu",)  # the others would be refused
     processes = config.gpus or math.ceil(max(2, world_size(), torch.cuda.device_count()) / tensor) * tensor
     size = f"{processes // tensor}x{tensor}" if launches is MESH else f"x{processes}"

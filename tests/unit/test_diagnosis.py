@@ -1,6 +1,7 @@
 """Diagnosis: a run's fault is reported once, with advice; a healthy run reports none; the metrics are right."""
 
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,7 +164,8 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "flat": (NOISE, "flat", "in 60 steps (0.50 at first, 0.50 now): raise --lr (now 5e-05)"),
     "rises": ([{"reward/total": step / 100} for step in range(80)], None, ""),
     "flat because solved": ([row | {"reward/correct": 0.95} for row in NOISE], None, ""),
-    "penalties": ([{"group/below_zero": 0.25}], "below 0", "25% of the groups"),
+    "penalties": ([{"group/below_zero": 0.25}], "below 0", "25% of the groups"),  # of MaxRL
+    "penalties elsewhere": ([{"group/below_zero": 0.25}], None, ""),
     "searches": ([{"completion/failed_searches": 0.2, "reward/calls": 1.5}] * 5, "searches", "13% of the calls"),
     "a constant": ([USUAL | {"reward/f": 1.0, "reward_std/f": 0.0}] * 10, "constant", "the same value of f (always 1)"),
     "a constant mean": ([USUAL | {"reward/f": 0.0, "reward_std/f": 1.0}] * 12, None, ""),  # normalised in its batch
@@ -180,8 +182,10 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_a_rule_speaks_once_and_at_its_step(name):
+def test_a_rule_speaks_once_and_at_its_step(name, monkeypatch):
     steps, rule, part = HISTORIES[name]
+    if name == "penalties":
+        monkeypatch.setattr(sys.modules[type(SETTINGS).__module__], "success_rate", None, raising=False)
     diagnosis = Diagnosis(SETTINGS, ("correct", "f"))  # the rewards with a weight
     said = [diagnosis.check(row) for row in [{"eval/greedy/accuracy": 0.3}, *steps]]
     if rule is None:

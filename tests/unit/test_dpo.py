@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from run_files import ROOT, json_of, launch, metrics_of, rows_of, write_rows
 from safetensors.torch import load_file
 
@@ -72,7 +71,7 @@ def experience_of(make_experience, reference: torch.Tensor, rows=slice(None)) ->
 def loss_of(train, log_probs, experience) -> tuple[torch.Tensor, torch.Tensor]:
     """The terms, and their gradient."""
     leaf = log_probs.clone().requires_grad_()
-    terms, _ = train.policy_loss(train.Config(beta=BETA, pairs_per_step=2), leaf, experience)
+    terms, _ = train.policy_loss(train.Config(beta=BETA), leaf, experience, num_pairs=2)
     terms.sum().backward()
     return terms.detach(), leaf.grad
 
@@ -160,7 +159,7 @@ def updated(train, config, policy: Policy, pairs: list[Pair], micro_batch_size: 
     policy, config = copy.deepcopy(policy), replace(config, micro_batch_size=micro_batch_size)
     batch = collate([row for pair in pairs[:3] for row in pair.rows], policy.pad_id)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    return train.update(config, Accelerator(cpu=True), policy, optimizer, batch), policy
+    return train.update(config, policy, optimizer, batch), policy
 
 
 def test_micro_batches_change_nothing(train, config, policy_and_pairs):
@@ -216,7 +215,7 @@ def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, c
     settings = judge.Config(pairs_per_step=3, micro_batch_size=3)
     batch = collate([row for pair in pairs[:3] for row in pair.rows], model.pad_id)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert judge.update(settings, Accelerator(cpu=True), model, optimizer, batch)["preference/accuracy"] == 0.5
+    assert judge.update(settings, model, optimizer, batch)["preference/accuracy"] == 0.5
 
 
 # runs ---------------------------------------------------------------------------------------------------------------

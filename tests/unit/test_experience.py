@@ -116,10 +116,25 @@ def test_micro_batches_hold_every_row_once(micro_batch_size):
     assert sum(part.sequences.numel() for part in parts) <= experience.sequences.numel()
 
 
-def test_a_rank_without_rows_has_a_filler_with_weights():
+def test_a_rank_without_rows_has_a_filler_with_weights(monkeypatch):
+    monkeypatch.setattr("common.parallel.gather", lambda own: [own, 1])
     (only,) = rollout(2, 2).select(torch.tensor([], dtype=torch.long)).split(4)
     read = (only.log_probs_ref, only.advantages, only.importance_weights, only.action_mask)
     assert [(x.shape, x.any().item()) for x in read] == [((1, 1), False)] * 4
+
+
+def test_a_rank_has_as_many_micro_batches_as_another_one(monkeypatch):
+    monkeypatch.setattr("common.parallel.gather", lambda own: [own, 5])
+    parts = list(rollout(4, 3).split(4))
+    assert [int(part.action_mask.sum()) > 0 for part in parts] == [True] * 3 + [False] * 2
+
+
+def test_denominators_are_those_of_all_ranks_divided_by_their_number(monkeypatch):
+    monkeypatch.setattr("common.experience.gather", lambda own: [own, own + 3, 0])
+    monkeypatch.setattr("common.experience.data_size", lambda: 3)
+    experience = rollout(4, 3)
+    assert experience.num_rows == (2 * 12 + 3) / 3
+    assert experience.num_tokens == (2 * int(experience.action_mask.sum()) + 3) / 3
 
 
 def test_micro_batches_can_leave_out_rows_without_advantage():

@@ -142,10 +142,10 @@ def test_the_completions_that_are_printed_are_the_best_and_the_worst_of_their_gr
 
 def test_costs_are_of_all_processes(monkeypatch):
     """Memory comes from the process that needs most, and tokens are divided by seconds."""
-    monkeypatch.setattr(metrics, "gather", lambda own: [own, (0.5, {}, 2**50)])
+    monkeypatch.setattr(metrics, "gather", lambda own: [own, (60, 0.5, {}, 2**50)])
     clock = metrics.StepClock("cpu")
     clock._began -= 10
-    costs = clock.costs(num_tokens=100)
+    costs = clock.costs(num_tokens=40)
     assert costs["memory/peak_bytes"] == 2**50
     assert costs["time/tokens_per_second"] == pytest.approx(10, rel=0.01)
     assert costs["time/waiting"] == pytest.approx(0.25, rel=0.01)
