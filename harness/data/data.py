@@ -13,13 +13,13 @@ from common.parallel import own_part
 from harness.base.checks import local_path, parse_numbers, parse_sources
 from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
-from harness.base.ranks import together
 from harness.base.terminal import say
 from harness.data.answer_judge import PREFERENCE, load_judge
 from harness.data.row_checks import hold_out, shared_questions, tell_unpaid, try_solutions
 from harness.data.rows import Fields, FieldsError, placed, read_file
 from harness.data.schemas import read_as
 from harness.data.task import Row, Task, import_task, suggest_task
+from harness.processes.processes import agreed
 
 # Completions on which reward functions are tried: empty, short, long, with tags, digits and the row's own answer
 INVENTED = (
@@ -34,7 +34,7 @@ INVENTED = (
 )
 
 
-@together()
+@agreed
 def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
     """The task that `--task` names, with its training and evaluation rows; both are filtered in the same way.
 

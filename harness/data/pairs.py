@@ -21,7 +21,6 @@ from common.reward_model import RewardModel
 from common.trajectory import Trajectory
 
 from harness.base.config import ROOT, PolicyConfig, shown
-from harness.base.ranks import together
 from harness.base.terminal import say
 from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
@@ -29,6 +28,7 @@ from harness.data.row_checks import hold_out
 from harness.data.rows import Row
 from harness.data.thoughts import answer_of, read_format, tell_of_openings
 from harness.data.turns import as_turns
+from harness.processes.processes import agreed
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
 HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"
@@ -54,7 +54,7 @@ class PairRows(NamedTuple):
     eval_source: str
 
 
-@together()
+@agreed
 def read_pairs(config: PolicyConfig) -> PairRows:
     """The rows to train on, and held-out rows: of `--eval-data`, else rows of `--data` chosen by `--seed`."""
     rows = read_rows(config.data, FIELDS)
@@ -75,7 +75,7 @@ def read_pairs(config: PolicyConfig) -> PairRows:
     return PairRows(rows, eval_rows, source or config.data)
 
 
-@together()
+@agreed
 def load_pairs(config: PolicyConfig, policy: Policy | RewardModel, found: PairRows) -> tuple[list[Pair], list[Pair]]:
     """The pairs to train on, and held-out pairs."""
     pairs = encode_pairs(found.rows, config.data, config, policy)

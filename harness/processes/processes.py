@@ -1,14 +1,15 @@
 """A launcher's processes: they connect, share devices, and must be as many as the user asked Accelerate for."""
 
 import dataclasses
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -25,6 +26,8 @@ from harness.run.signals import leave
 if TYPE_CHECKING:
     from accelerate import Accelerator  # experiment_accelerate_ddp works without it
 
+P, T = ParamSpec("P"), TypeVar("T")
+
 TIME_TO_MEET = 600.0  # seconds that the first process waits for the last one
 PATIENCE = timedelta(hours=1)  # the limit for later waits: for the longest rollout, or a slow disk
 # Accelerate's ways of sharding: their types, and the files that request them
@@ -33,52 +36,66 @@ FILES = {"fsdp": "accelerate_configs/fsdp2.yaml", "deepspeed": "accelerate_confi
 WHERE = "in the configuration file or on the command line of accelerate"
 
 
-def connect(config: PolicyConfig) -> "Accelerator | None":
-    """Connect to the other processes, if several were launched, and if the experiment has not done it.
-
-    Returns an Accelerator if Accelerate was asked to shard the weights.
-    """
+def join(config: PolicyConfig) -> None:
+    """Connect to the other processes, if that is not done; UserError if the launch is not what was asked for."""
     if distributed.is_initialized():
-        return None
-    asked = requested_launch()
-    if asked.sharding == "deepspeed":
-        raise UserError(
-            "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or FSDP2 "
-            f"({FILES['fsdp']})"
-        )
-    if asked.sharding is not None:
-        from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
-
-        return start_accelerator(config)
+        return
     if num_launched() > 1:
-        _join(config)
-    on_cpu = not config.device.startswith("cuda")
+        _meet(config, "cpu:gloo,cuda:nccl")
+    asked, on_cpu = requested_launch(), config.device == "cpu"
     tell_missing_gpus(asked, on_cpu, num_launched())
     with together():
-        check_request(asked, num_launched(), on_cpu, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        if asked.sharding == "deepspeed":
+            raise UserError(
+                "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or "
+                f"FSDP2 ({FILES['fsdp']})"
+            )
+        check_request(asked, num_launched(), on_cpu, told_precision())
         check_parts(config)
-    return None
+
+
+def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatenate[ConfigT, P], T]:
+    """Decorate a function of the settings that every process calls: if it fails in one of them, all end."""
+
+    @functools.wraps(function)
+    def call(config: ConfigT, *args: P.args, **kwargs: P.kwargs) -> T:
+        if num_launched() > 1:
+            join(config)
+        with together():
+            return function(config, *args, **kwargs)
+
+    return call
 
 
 def start_processes(config: PolicyConfig) -> None:
-    """Connect to the other processes, or run as a single one, in an experiment that synchronises by itself."""
-    _join(config)
+    """Connect to the other processes, or run as a single one, in an experiment that synchronises them by itself."""
+    _meet(config, "nccl")
+    asked, on_cpu = requested_launch(), config.device == "cpu"
     with together():
+        if asked.sharding is not None:
+            raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start experiment_base")
+        check_request(asked, num_launched(), on_cpu, told_precision())
         if config.optimizer != "adamw":
-            raise UserError(f"--optimizer {config.optimizer} is for experiment_base and its other descendants")
+            raise UserError(f"--optimizer {config.optimizer} is not for an experiment that divides its work by itself")
         rows = config.prompts_per_step * config.group_size
         check_divides("--prompts-per-step times --group-size", rows, "rows", config)
 
 
-def _join(config: PolicyConfig) -> None:
-    if torch.device(config.device).type == "cuda":
+def _meet(config: PolicyConfig, backend: str) -> None:
+    on_cuda = torch.device(config.device).type == "cuda"
+    if on_cuda:
         torch.cuda.set_device(torch.device(config.device).index or 0)
-    meet("nccl" if config.device.startswith("cuda") else "gloo")
+    meet(backend if on_cuda else "gloo")
+
+
+def told_precision() -> str:
+    """Accelerate's mixed_precision, which `accelerate launch` hands on."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def of_this_process(config: ConfigT) -> ConfigT:
     """The settings with this process's device, one GPU for each, and with the arithmetic that Accelerate is told."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and config.dtype != "bfloat16":
+    if told_precision() == "bf16" and config.dtype != "bfloat16":
         if config.resume is not None:
             raise UserError(
                 f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in bfloat16: "

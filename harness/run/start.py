@@ -21,7 +21,7 @@ from harness.base.config import PolicyConfig
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.data import num_steps
 from harness.data.task import Task, TaskError
-from harness.processes.processes import connect
+from harness.processes.processes import join, requested_launch
 from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
@@ -96,7 +96,11 @@ def start_run(
 
     `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
     """
-    accelerator = accelerator or connect(config)
+    join(config)
+    if accelerator is None and requested_launch().sharding is not None:
+        from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
+
+        accelerator = start_accelerator(config)
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.models.estimate import estimate  # not at the top: it imports much

@@ -16,15 +16,15 @@ from common.search import Index, supporting
 from harness.base.checks import local_path
 from harness.base.config import shown
 from harness.base.files import flush_to_disk
-from harness.base.ranks import together
 from harness.base.terminal import printable, say
 from harness.data.task import Task
+from harness.processes.processes import agreed
 from harness.search.documents import content_hash, read_corpus
 from harness.search.search_config import IndexConfig, SearchConfig, build_command, check_search, corpus_of
 from harness.search.sqlite_index import SqliteIndex, build_sqlite, check_is_index
 
 
-@together()
+@agreed
 def open_index(config: SearchConfig) -> Index:
     """The index of the documents of `--corpus`; if there is none, one of the processes builds it."""
     check_search(config)

@@ -117,9 +117,9 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
     """Also with a second epoch, when experiment_base uses the recorded log-probs of its sampler."""
     caught, real = [], train.update
 
-    def update(config, accelerator, policy, optimizer, experience, step):
+    def update(config, policy, optimizer, experience, step):
         caught.append((experience, token_log_probs(policy, experience, 64)))
-        return real(config, accelerator, policy, optimizer, experience, step)
+        return real(config, policy, optimizer, experience, step)
 
     monkeypatch.setattr(train, "update", update)
     flags = ["--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16", "--epochs-per-step", "2"]

@@ -1,4 +1,4 @@
-"""experiment_accelerate with a model that Accelerate shards over two processes trains like one process."""
+"""A model that Accelerate shards over two processes trains like one process."""
 
 import json
 import os
@@ -63,10 +63,12 @@ def alone(tmp_path_factory, load_script) -> Path:
     return runs / "experiment_base" / "x"
 
 
-def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script):
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_accelerate"])
+def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script, experiment):
     """Weights, gradients and optimizer state are sharded; a killed launch resumes bit for bit."""
-    train_on_two(*FLAGS, "--runs-dir", str(tmp_path))
-    directory = tmp_path / "experiment_accelerate" / "x"
+    train = str(ROOT / experiment / "train.py")
+    train_on_two(*FLAGS, "--runs-dir", str(tmp_path), train=train)
+    directory = tmp_path / experiment / "x"
     check_same_training(directory, alone)
 
     checkpoint = directory / "checkpoints" / "step_1"
@@ -75,13 +77,13 @@ def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script)
     copy = tmp_path / "stopped" / "x"
     shutil.copytree(directory, copy)
     shutil.rmtree(copy / "checkpoints" / "step_2")
-    train_on_two("--resume", str(copy))
+    train_on_two("--resume", str(copy), train=train)
     assert metrics_of(copy) == metrics_of(directory)
     assert rows_of(copy, "samples") == rows_of(directory, "samples")
 
     shutil.rmtree(copy / "checkpoints" / "step_2")
     with pytest.raises(UserError, match="cannot be continued by these processes"):
-        load_script("experiment_accelerate/train.py").main(["--resume", str(copy)])
+        load_script(f"{experiment}/train.py").main(["--resume", str(copy)])
 
 
 def test_a_critic_is_sharded_like_its_policy(tmp_path, load_script):
@@ -110,6 +112,13 @@ def test_quantised_weights_are_not_sharded(tmp_path):
     assert result.returncode != 0
     assert "error: --load-in 4bit: FSDP2 cannot shard quantised weights: use" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_deepspeed_is_for_experiment_accelerate_alone(tmp_path):
+    deepspeed = os.environ | {"ACCELERATE_USE_DEEPSPEED": "true"}
+    result = finished(ROOT / "experiment_base" / "train.py", *FLAGS, "--runs-dir", tmp_path, env=deepspeed)
+    assert result.returncode == 2
+    assert "a backward of its own: use experiment_accelerate/train.py, or FSDP2 (" in result.stderr
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -21,7 +21,7 @@ from run_files import ROOT, finished, metrics_of, wait_until
 pytest.importorskip("resource", reason="Windows has not these signals")
 
 pytestmark = pytest.mark.all_questions
-ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"
+BASE, DDP = "experiment_base", "experiment_accelerate_ddp"
 PATIENCE = 100  # seconds after which a launch counts as hung; on busy cores a start alone takes a minute
 SMALL = (
     *("--steps", "6", "--prompts-per-step", "6", "--group-size", "2", "--eval-prompts", "4", "--eval-every", "0"),
@@ -177,7 +177,7 @@ def test_a_wrong_command_line_is_explained_once(tmp_path):
 @pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(tmp_path):
     """Two processes started by hand: the main one finds its port taken, and the other one is alone."""
-    programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (ACCELERATE, DDP)]
+    programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (BASE, DDP)]
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -193,7 +193,7 @@ def test_processes_that_cannot_meet_say_so(tmp_path):
 
 
 DIFFERENCES = {  # experiment; first row of the second process's data, None: it has no data; the sentence
-    "a missing file": (ACCELERATE, None, "process 1: /proc/self/cwd/data.jsonl: there is no such file"),
+    "a missing file": (BASE, None, "process 1: /proc/self/cwd/data.jsonl: there is no such file"),
     "other rows": (DDP, 1, "the content of --data is [0-9a-f]+ in process 0, but [0-9a-f]+ in process 1$"),
 }
 
@@ -236,12 +236,12 @@ def test_an_update_is_skipped_by_all_together(uninterrupted):
 def test_an_error_of_one_rank_ends_all(place):
     """The task raises it in a step; the directory stays, with the run's initial files."""
     flags = (*SMALL, "--task", "task.py", "--name", "broken")
-    with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="raise") as process:
+    with started(*torchrun(BASE, *flags), cwd=place, FAULT="raise") as process:
         sentence = refusal(process)
     assert re.match("process 1: --task task.py: reward of .* raised ValueError: broken .line", sentence)
-    command = f"torchrun --nproc-per-node 2 {ROOT}/{ACCELERATE}/train.py --resume runs/{ACCELERATE}/broken"
+    command = f"torchrun --nproc-per-node 2 {ROOT}/{BASE}/train.py --resume runs/{BASE}/broken"
     assert sentence.endswith(f"When it is corrected, resume with: {command}")
-    assert last_step(place / "runs" / ACCELERATE / "broken") == 1
+    assert last_step(place / "runs" / BASE / "broken") == 1
 
 
 @pytest.mark.slow
@@ -278,10 +278,10 @@ def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_
 
 @pytest.fixture(scope="module")
 def interrupted(place) -> tuple[Path, str]:
-    """A run of experiment_accelerate that Ctrl-C in a terminal ended in a step, and its output."""
-    directory = place / "runs" / ACCELERATE / "interrupted"
+    """A run of experiment_base that Ctrl-C in a terminal ended in a step, and its output."""
+    directory = place / "runs" / BASE / "interrupted"
     flags = (*SMALL, "--checkpoint-every", "6", "--task", "task.py", "--name", "interrupted")
-    with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="nan") as process:
+    with started(*torchrun(BASE, *flags), cwd=place, FAULT="nan") as process:
         wait_until(lambda: last_step(directory) >= 3, process)  # a skipped update writes no checkpoint
         os.killpg(process.pid, signal.SIGINT)
         output = end(process)
@@ -291,7 +291,7 @@ def interrupted(place) -> tuple[Path, str]:
 
 def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
     directory, output = interrupted
-    command = f"torchrun --nproc-per-node 2 {ROOT}/{ACCELERATE}/train.py --resume runs/{ACCELERATE}/interrupted"
+    command = f"torchrun --nproc-per-node 2 {ROOT}/{BASE}/train.py --resume runs/{BASE}/interrupted"
     assert re.findall("^interrupted; resume with: (.*)$", output, re.MULTILINE) == [command]
     assert output.count("stopping: this step is finished first") == 1
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{last_step(directory)}"]
@@ -300,7 +300,7 @@ def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
 def test_a_run_is_not_resumed_in_another_arithmetic(interrupted):
     """Accelerate would otherwise restore the old arithmetic silently."""
     bf16 = ENVIRONMENT | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    result = finished(ROOT / ACCELERATE / "train.py", "--resume", interrupted[0], cwd=interrupted[0], env=bf16)
+    result = finished(ROOT / BASE / "train.py", "--resume", interrupted[0], cwd=interrupted[0], env=bf16)
     assert result.returncode == 2
     assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in result.stderr
 
@@ -310,7 +310,7 @@ def test_a_run_resumes_with_another_number_of_processes(interrupted, uninterrupt
     """One process resumes a checkpoint of two, with a sentence, and gets the result of two."""
     directory = interrupted[0]
     monkeypatch.setenv("FAULT", "nan")
-    load_script(f"{ACCELERATE}/train.py").main(["--resume", str(directory)])
+    load_script(f"{BASE}/train.py").main(["--resume", str(directory)])
     assert capsys.readouterr().out.count("the run began with processes 2 and resumes with 1: figures may differ") == 1
     for row, other in zip(metrics_of(directory), metrics_of(uninterrupted[0]), strict=True):
         assert row == pytest.approx(other, abs=1e-5, rel=1e-5)

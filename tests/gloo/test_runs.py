@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
-PPO, DISTILL = "experiment_ppo", "experiment_distill"
+PPO, DISTILL, REINFORCE = "experiment_ppo", "experiment_distill", "experiment_reinforce"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -42,9 +42,11 @@ SPLIT = (
 )
 # Three rounds at most, whose kept groups go to other ranks than those that sampled them
 DYNAMIC = f"{DESCENDANT} --max-new-tokens 24 --max-rounds 3 --minibatch-size 8 --epochs-per-step 2"
-FAMILY = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
+FAMILY = ("experiment_base", "experiment_drgrpo", "experiment_rloo", "experiment_maxrl", "experiment_gspo")
+FAMILY += ("experiment_cispo",)
 OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
 CRITIC = f"{OF_FAMILY} --critic-warmup 1 --gae-lambda 0.95"  # the second step also trains the policy
+ONE_BY_ONE = "--steps 2 --prompts-per-step 12 --eval-prompts 5 --lr 1e-5 --micro-batch-size 2 --max-new-tokens 24"
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --max-new-tokens 4"
 RUNS = {  # by the number of processes: experiments, and their flags
     2: {
@@ -53,6 +55,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         ENGINE: SAMPLED,
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
+        REINFORCE: ONE_BY_ONE,
         PPO: CRITIC,
         DISTILL: OF_FAMILY,
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
@@ -64,6 +67,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         DDP: f"{SPLIT} --reward-functions rewards.py",  # of complete groups, although these are on two ranks
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
+        REINFORCE: ONE_BY_ONE,
         PPO: CRITIC,
         DISTILL: OF_FAMILY,
     },

@@ -23,7 +23,7 @@ from common.sampling import _draw
 from harness.base import interrupt
 from harness.base.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
 from harness.cli.parse import parse_config
-from harness.processes.processes import own_device
+from harness.processes.processes import of_this_process
 from harness.run import machine
 from harness.run.machine import peak_memory_bytes, with_threads
 from harness.run.settings import describe_settings
@@ -225,23 +225,11 @@ def test_each_of_several_processes_takes_its_own_gpu(monkeypatch, num_processes,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    assert own_device(device) == expected
+    assert of_this_process(RunConfig(device=device)).device == expected
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="process 2 of this machine has no GPU: start at most 2"):
-        own_device("cuda")
-
-
-@pytest.mark.parametrize("experiment", ["base", "drgrpo", "sft", "reinforce"])
-def test_an_experiment_of_one_process_names_no_other_algorithm(load_script, monkeypatch, tmp_path, experiment):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.syspath_prepend(ROOT / f"experiment_{experiment}")  # for the files beside it
-    flags = ["--eval-prompts", "2", "--device", "cpu", "--runs-dir", str(tmp_path)]
-    flags += [f"--num-{lesson}=1" for lesson in ("copying", "reasoning", "answering") if experiment == "sft"]
-    with pytest.raises(UserError, match=f"^experiment_{experiment} trains in one process, but 2 were") as caught:
-        load_script(f"experiment_{experiment}/train.py").main(flags)
-    assert "start it with python" in str(caught.value)
-    assert ("several processes of experiment_accelerate" in str(caught.value)) == (experiment == "base")
+        of_this_process(RunConfig(device="cuda"))
 
 
 @pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
