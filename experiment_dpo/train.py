@@ -15,8 +15,9 @@
 
 Parent: experiment_reward_model; here the policy itself is trained, without a score head.
 
-Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
-per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
+each has its part), b rows per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the
+logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback

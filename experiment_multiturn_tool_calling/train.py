@@ -11,11 +11,13 @@ A conversation is a row of ids that only grows: the policy is trained on exactly
     python experiment_multiturn_tool_calling/train.py                   # the bundled policy, questions and calculator
     python experiment_multiturn_tool_calling/train.py --no-tool         # the same without the calculator
     python experiment_multiturn_tool_calling/train.py --tools my_tools.py --task my_task.py --data my_rows.jsonl
+    python -m viewer.diff experiment_multiturn_tool_calling
 
 Parent: experiment_base. Read next: common/environment.py, which handles the calls, and common/tools.py.
 
-Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
-per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback

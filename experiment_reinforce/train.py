@@ -18,8 +18,8 @@ learning", equation 6.
 
 Left out: groups of completions as baselines, several updates per rollout, a reference. Read next: experiment_base.
 
-Shapes: Q questions per step, G completions of each (here 1), B = Q*G rows, T tokens, b rows per micro-batch; entry
-`[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q questions per step (of several processes, each has its part), G completions of each (here 1), B = Q*G rows, T
+tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
