@@ -42,7 +42,7 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
         return result.stdout + result.stderr
 
     script = "experiment_mine/train.py"
-    assert "--critic-type" in run(script, "--help")
+    assert "--clip-eps" in run(script, "--help")
     printed = run(script, *SMALL, "--steps", "2", "--name", "first", "--progress", "policy/surprise")
     assert re.search(r"step 2/2 .*  surprise \d", printed)
     directory = tmp_path / "runs" / "experiment_mine" / "first"
