@@ -16,7 +16,8 @@ from harness.base.flags import option_hint, read_comment, read_marks
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = (
-    *("evaluate.py", "export.py", "chat.py", "viewer/__main__.py", "viewer/compare.py", "viewer/results.py"),
+    *("evaluate.py", "export.py", "chat.py", "viewer/__main__.py", "viewer/compare.py"),
+    *("viewer/diff.py", "viewer/results.py"),
     *("doctor/__main__.py", "tasks/audit/__main__.py", "recipes/math_levels.py", "recipes/smollm2.py"),
 )
 HEAD = """# All options

@@ -16,8 +16,8 @@ to predict it. The reference is the policy before training. Source: DeepSeekMath
     python experiment_base/train.py --task my_task.py --data my_rows.jsonl
     torchrun --nproc-per-node 2 experiment_base/train.py                      # two processes, the same update
 
-Left out: tools. Several processes are left to the harness; experiment_accelerate writes out what it does. The README
-beside this file explains each step.
+Left out: tools. The harness connects several processes; experiment_accelerate writes out what it does for them. The
+README beside this file explains each step.
 
 Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
 group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

@@ -9,7 +9,7 @@ those where a chain of thought turns. Here each token always has a gradient, and
 2510.13786). The weight matters only after the first update of a rollout: the default is sixteen.
 
     python experiment_cispo/train.py
-    diff experiment_base/train.py experiment_cispo/train.py
+    python -m viewer.diff experiment_cispo
 
 Parent: experiment_base, which explains everything else.
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

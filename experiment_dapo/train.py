@@ -13,7 +13,7 @@ clip matters only after the first update of a rollout: the default is sixteen.
 
     python experiment_dapo/train.py
     python experiment_dapo/train.py --max-rounds 1 --clip-eps-high 0.2 --reward-weight overlong=0    # token mean alone
-    diff experiment_base/train.py experiment_dapo/train.py
+    python -m viewer.diff experiment_dapo
 
 Parent: experiment_base, which explains everything else.
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1, 2 sample and reward: rounds of Q questions, until Q groups have completions of different rewards

@@ -13,7 +13,7 @@ section 3) and "On-Policy Distillation" (Thinking Machines Lab 2025).
 
     python experiment_distill/train.py                                                 # the teacher is tiny_teacher
     python experiment_distill/train.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B
-    diff experiment_base/train.py experiment_distill/train.py
+    python -m viewer.diff experiment_distill
 
 Parent: experiment_base, which explains everything else.
 
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, teacher: Teacher) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

@@ -11,12 +11,13 @@
     python experiment_dpo/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
         --model Qwen/Qwen2.5-0.5B-Instruct
     torchrun --nproc-per-node 2 experiment_dpo/train.py                        # the same update
-    diff experiment_reward_model/train.py experiment_dpo/train.py
+    python -m viewer.diff experiment_dpo
 
 Parent: experiment_reward_model; here the policy itself is trained, without a score head.
 
-Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
-per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
+each has its part), b rows per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the
+logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, pairs: list[Pair], eval_pairs: list[Pair]) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.epochs * (len(pairs) // config.pairs_per_step)):
         # 1 read: the step's pairs, in another order every epoch

@@ -15,7 +15,7 @@ are wrong, gives these questions more weight: the difficulty bias.
 
     python experiment_drgrpo/train.py                        # as long as experiment_base
     python experiment_drgrpo/train.py --critic-type grpo     # experiment_base again, bit for bit
-    diff experiment_base/train.py experiment_drgrpo/train.py
+    python -m viewer.diff experiment_drgrpo
 
 Parent: experiment_base, which explains everything else.
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

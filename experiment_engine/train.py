@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, engine: Engine) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     ahead = None  # samples of the next step, which the engine works on
     for step in run.steps(config.steps):

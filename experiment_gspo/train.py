@@ -8,7 +8,7 @@ the clip is hundreds of times narrower. *Group Sequence Policy Optimization* (Zh
 equations 5 to 7). The ratio matters only after the first update of a rollout: the default is sixteen.
 
     python experiment_gspo/train.py
-    diff experiment_base/train.py experiment_gspo/train.py
+    python -m viewer.diff experiment_gspo
 
 Parent: experiment_base, which explains everything else.
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

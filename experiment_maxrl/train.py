@@ -8,7 +8,7 @@ instead, which treats p and 1 - p alike; Dr. GRPO by nothing. *Maximum Likelihoo
 2026, arXiv 2602.02710). The mean must be a probability: rewards are 0 or 1, without offsets; see `success_rate`.
 
     python experiment_maxrl/train.py
-    diff experiment_base/train.py experiment_maxrl/train.py
+    python -m viewer.diff experiment_maxrl
 
 Parent: experiment_base, which explains everything else.
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

@@ -11,11 +11,13 @@ A conversation is a row of ids that only grows: the policy is trained on exactly
     python experiment_multiturn_qa/train.py                   # the bundled policy, questions and documents
     python experiment_multiturn_qa/train.py --no-tool         # the same without the search
     python experiment_multiturn_qa/train.py --corpus my_documents --questions my_questions.jsonl
+    python -m viewer.diff experiment_multiturn_qa
 
 Parent: experiment_multiturn_tool_calling. Read next: common/search.py, and tasks/qa.py for the rewards.
 
-Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
-per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -114,7 +116,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions

@@ -11,11 +11,13 @@ A conversation is a row of ids that only grows: the policy is trained on exactly
     python experiment_multiturn_tool_calling/train.py                   # the bundled policy, questions and calculator
     python experiment_multiturn_tool_calling/train.py --no-tool         # the same without the calculator
     python experiment_multiturn_tool_calling/train.py --tools my_tools.py --task my_task.py --data my_rows.jsonl
+    python -m viewer.diff experiment_multiturn_tool_calling
 
 Parent: experiment_base. Read next: common/environment.py, which handles the calls, and common/tools.py.
 
-Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
-per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q prompts per step (of several processes, each has its part), G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -109,7 +111,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions

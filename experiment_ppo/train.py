@@ -15,7 +15,7 @@ A group is no longer its own baseline: completions of other questions teach the 
     python experiment_ppo/train.py
     python experiment_ppo/train.py --gae-lambda 0.95 --critic-warmup 10
     torchrun --nproc-per-node 2 experiment_ppo/train.py
-    diff experiment_base/train.py experiment_ppo/train.py
+    python -m viewer.diff experiment_ppo
 
 Parent: experiment_base, which explains everything else.
 
@@ -97,7 +97,7 @@ def train(config: Config, run: Run, task: Task, policy: ActorCritic, reference: 
     critic = {"params": policy.critic.parameters(), "lr": config.critic_lr_factor * config.lr}
     actor = {"params": policy.model.parameters()}
     optimizer = torch.optim.AdamW([actor, critic], lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

@@ -18,8 +18,8 @@ learning", equation 6.
 
 Left out: groups of completions as baselines, several updates per rollout, a reference. Read next: experiment_base.
 
-Shapes: Q questions per step, G completions of each (here 1), B = Q*G rows, T tokens, b rows per micro-batch; entry
-`[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q questions per step (of several processes, each has its part), G completions of each (here 1), B = Q*G rows, T
+tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: one completion of each of Q questions

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, reward_model: RewardModel, pairs: list[Pair], eval_pairs: list[Pair]) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(reward_model, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(reward_model, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(reward_model, optimizer)
     for step in run.steps(config.epochs * (len(pairs) // config.pairs_per_step)):
         # 1 read: the step's pairs, in another order every epoch

@@ -9,7 +9,7 @@ the constant G / (G - 1): a step size. RLOO differs from GRPO in two divisions: 
 deviation, and no row by its length. *Back to Basics* (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
     python experiment_rloo/train.py
-    diff experiment_base/train.py experiment_rloo/train.py
+    python -m viewer.diff experiment_rloo
 
 Parent: experiment_base, which explains everything else.
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
+    model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

@@ -144,10 +144,10 @@ def stand_in(api_server) -> Iterator[Callable]:
 
 @pytest.fixture(scope="session")
 def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
-    """Copy the train.py of experiment_drgrpo to experiment_mine/, replace some texts, and import it."""
+    """Copy the train.py of experiment_base to experiment_mine/, replace some texts, and import it."""
 
     def make(*changes: tuple[str, str]) -> ModuleType:
-        text = (ROOT / "experiment_drgrpo" / "train.py").read_text(encoding="utf-8")
+        text = (ROOT / "experiment_base" / "train.py").read_text(encoding="utf-8")
         for old, new in changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
@@ -168,7 +168,7 @@ def experiment_mine(make_own) -> ModuleType:
     """The example of docs/your_algorithm.md, with its own formula and diagnostic."""
     lines = (ROOT / "docs" / "your_algorithm.md").read_text(encoding="utf-8").splitlines()
     old, new = (next(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
-    last = "    # no length bias"
+    last = "    return token_loss * mask / "
     return make_own((old, new), ("(-min(ratio A, clip(ratio) A) + beta KL)", "of REINFORCE"), (
         last, f'    diagnostics["surprise"] = -log_probs\n{last}'
     ))  # fmt: skip

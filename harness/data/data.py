@@ -114,7 +114,9 @@ def num_steps(config: RunConfig, num_rows: int) -> int:
 
 def load_held_out_task(config: AskedConfig) -> Task:
     """The task that `--task` names, with its own questions; `--data` holds something else, which is trained on."""
-    task = load_task(RunConfig(task=config.task, seed=config.seed, eval_prompts=config.eval_prompts))
+    task = load_task(
+        RunConfig(task=config.task, seed=config.seed, eval_prompts=config.eval_prompts, device=config.device)
+    )
     task.data, task.held_out_data = config.data, config.eval_data  # of the run
     return task
 

@@ -42,7 +42,7 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
         return result.stdout + result.stderr
 
     script = "experiment_mine/train.py"
-    assert "--critic-type" in run(script, "--help")
+    assert "--clip-eps" in run(script, "--help")
     printed = run(script, *SMALL, "--steps", "2", "--name", "first", "--progress", "policy/surprise")
     assert re.search(r"step 2/2 .*  surprise \d", printed)
     directory = tmp_path / "runs" / "experiment_mine" / "first"
@@ -61,7 +61,7 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
     assert all(row["policy/surprise"] > 0 for row in metrics if "loss/total" in row)
 
     assert "resuming" in run(script, "--resume", str(directory), "--steps", "3")
-    table = run("-m", "viewer.compare", str(directory), str(ROOT / "experiment_drgrpo/results/seed0"))
+    table = run("-m", "viewer.compare", str(directory), str(ROOT / "experiment_base/results/seed0"))
     assert "experiment_mine/first" in table
     run(str(ROOT / "export.py"), str(directory), "--output", "exported")
     assert "a run of `experiment_mine` with the questions" in (tmp_path / "exported" / "README.md").read_text()

@@ -4,7 +4,6 @@ The structure of the repository: allowed imports.
 """
 
 import ast
-import difflib
 import functools
 import re
 import textwrap
@@ -12,38 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from viewer.diff import Hunk, hunks, num_changed_lines, parent_of
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiment_*/train.py"))
 README = "README.md"
 
 
-def parent_of(experiment: Path) -> Path | None:
-    """The experiment that the docstring of train.py names as its parent."""
-    docstring = ast.get_docstring(ast.parse((experiment / "train.py").read_text(encoding="utf-8")))
-    name = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
-    return ROOT / name[1] if name else None
-
-
 SIBLINGS = [experiment for experiment in EXPERIMENTS if parent_of(experiment)]
 
 
-def code_of(experiment: Path) -> list[str]:
-    """The lines of train.py after the module docstring."""
-    text = (experiment / "train.py").read_text(encoding="utf-8")
-    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
-
-
-def hunks(experiment: Path) -> list[tuple[list[str], list[str]]]:
-    """The lines of train.py that the sibling removes from and adds to its parent's, by hunk, without the docstring."""
-    old, new = code_of(parent_of(experiment)), code_of(experiment)
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    return [(old[a:b], new[c:d]) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal"]
-
-
 @functools.cache
-def num_changed_lines(experiment: Path) -> int:
-    """A changed line counts once: the larger number of removed and added lines, hunk by hunk."""
-    return sum(max(len(removed), len(added)) for removed, added in hunks(experiment))
+def blocks_of(experiment: Path) -> list[Hunk]:
+    return hunks(parent_of(experiment), experiment)
 
 
 def text_of(experiment: Path) -> str:
@@ -60,7 +40,7 @@ def table_rows(page: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
 def test_the_diff_is_within_the_budget_that_the_readme_states(experiment):
     (budget,) = re.findall(r"\*\*Diff budget:\*\* (\d+) changed lines", text_of(experiment))
-    assert 0 < num_changed_lines(experiment) <= int(budget)
+    assert 0 < num_changed_lines(blocks_of(experiment)) <= int(budget)
 
 
 @pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
@@ -72,10 +52,10 @@ def test_the_readme_shows_the_diff(experiment):
     blocks = re.findall(r"^```diff\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL)
     shown = [line[0] + line[1:].strip() for block in blocks for line in block.splitlines() if line[0] in "+-"]
     position = 0
-    for removed, added in hunks(experiment):
+    for _, removed, _, added in blocks_of(experiment):
         hunk = [f"-{line.strip()}" for line in removed] + [f"+{line.strip()}" for line in added]
         is_shown = shown[position : position + len(hunk)] == hunk
-        assert is_shown or num_changed_lines(experiment) > 40, hunk
+        assert is_shown or num_changed_lines(blocks_of(experiment)) > 40, hunk
         position += len(hunk) if is_shown else 0
     assert shown[position:] == []
     assert shown
@@ -98,7 +78,7 @@ def test_the_curriculum_table_is_true():
     for experiment in EXPERIMENTS:
         _, parent, size, *_ = rows[experiment.name]
         if experiment in SIBLINGS:
-            assert (parent, size) == (parent_of(experiment).name, f"{num_changed_lines(experiment)} lines")
+            assert (parent, size) == (parent_of(experiment).name, f"{num_changed_lines(blocks_of(experiment))} lines")
         else:
             assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
 
