@@ -13,7 +13,7 @@ devices, with the same update. Only DeepSpeed needs this file: its last backward
     python experiment_accelerate/train.py                                        # experiment_base, bit for bit
     torchrun --nproc-per-node 2 experiment_accelerate/train.py                   # two processes of a CPU
     accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml experiment_accelerate/train.py
-    diff experiment_base/train.py experiment_accelerate/train.py
+    python -m viewer.diff experiment_accelerate
 
 Parent: experiment_base, which explains everything else.
 

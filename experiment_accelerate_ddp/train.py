@@ -12,7 +12,7 @@ computing others. It knows nothing about groups, masks, and denominators.
 
     torchrun --nproc-per-node 2 experiment_accelerate_ddp/train.py                # two processes of a CPU
     accelerate launch --multi_gpu experiment_accelerate_ddp/train.py              # all GPUs of a machine
-    diff experiment_accelerate/train.py experiment_accelerate_ddp/train.py
+    python -m viewer.diff experiment_accelerate_ddp
 
 Parent: experiment_accelerate, which explains ranks.
 

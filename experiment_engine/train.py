@@ -13,7 +13,7 @@ as the policy's own: importance sampling, truncated because a rare w can be huge
 
     python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
     python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
-    diff experiment_base/train.py experiment_engine/train.py
+    python -m viewer.diff experiment_engine
 
 Parent: experiment_base, which explains everything else. Its shapes hold here, too.
 """

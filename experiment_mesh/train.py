@@ -9,7 +9,7 @@
 
     python experiment_mesh/train.py                                               # one process: experiment_base
     torchrun --nproc-per-node 4 experiment_mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
-    diff experiment_base/train.py experiment_mesh/train.py
+    python -m viewer.diff experiment_mesh
 
 Parent: experiment_base; experiment_accelerate explains ranks; mesh.py, beside this file, divides the model.
 
