@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = (
     *("evaluate.py", "export.py", "chat.py", "viewer/__main__.py", "viewer/compare.py", "viewer/results.py"),
     *("doctor/__main__.py", "tasks/audit/__main__.py", "recipes/math_levels.py", "recipes/smollm2.py"),
+    "imitation/tiny_policy/make_policy.py",
 )
 HEAD = """# All options
 

@@ -38,14 +38,13 @@ PAGES = sorted(
 )
 SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "notebooks/execute.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "imitation/tiny_policy/make_math_tasks.py", "notebooks/execute.py"}
 
 
 @pytest.fixture(autouse=True)
 def beside_scripts(monkeypatch):
     """Some scripts import modules next to them."""
-    for folder in ("experiment_sft", "benchmarks"):
-        monkeypatch.syspath_prepend(ROOT / folder)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
