@@ -6,9 +6,9 @@
         take an optimizer step
     measure the loss on held-out conversations, before and after
 
-    python experiment_sft/train.py                                        # 1,200 sums with their reasoning
-    python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl   # rows: {"messages": [...]}
-    torchrun --nproc-per-node 2 experiment_sft/train.py                   # the same update
+    python experiment_sft/train.py                                                  # 1,200 sums with their reasoning
+    python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
+    torchrun --nproc-per-node 2 experiment_sft/train.py                             # the same update
 
 The policy reads the user's words and the tokens of the template, but does not learn to say them. Rows may have "tools",
 a list of JSON schemas, with calls and turns of tools among their messages; a turn of the assistant with "weight": 0 is
@@ -16,35 +16,31 @@ read and not learned.
 
 Parent: none; experiment_reward_model has the order of this file.
 
-Shapes: B rows of a step, b rows per micro-batch, T tokens.
+Shapes: B rows (of several processes, each has its part), b rows per micro-batch, T tokens.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from common.chat import encode_chat, with_remedy
-from common.errors import UserError
 from common.experience import Experience, collate
-from common.keyed import keyed_generator
+from common.fast.sharded_weights import gathered_weights
+from common.parallel import clip_grad_norm_, data_size, gather, own_part, part_of
 from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.base.config import ROOT, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.context import context_length
-from harness.data.data import read_rows
-from harness.data.thoughts import tell_of_openings
+from harness.data.conversations import batches, load_conversations, read_conversations
 from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
 RESOLVED = {"tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
-WINDOW = 3000  # rows to choose from when rows of similar length are batched together, which saves padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +48,7 @@ class Config(PolicyConfig):
     # a file or hub dataset (docs/data.md) with {"messages": [...]}, perhaps "tools"; a tenth of it is held out
     data: InputPath = str(ROOT / "data" / "reasoned_sums.jsonl")
     epochs: Count = 1  # passes over the rows
-    tokens_per_batch: Count = 3072  # tokens per optimizer step, including padding, of all processes together
+    tokens_per_batch: Count = 3072  # tokens per optimizer step, of all processes together, including padding
     micro_batch_size: Count = 256  # rows per forward and backward pass: memory and time, never the update
     max_length: Count = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
     lr: Positive | None = None  # peak learning rate of AdamW; None: 5e-4 for the bundled policy, else 1e-5
@@ -66,10 +62,10 @@ class Config(PolicyConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
-    rows = read_rows(config.data, {"messages": list})  # before a model is loaded
+    rows = read_conversations(config)  # before a model is loaded
     with start_run(config) as run:
         policy = load_policy(config)
-        rows, eval_rows = hold_out(config, encode_rows(config, policy, rows, config.data))
+        rows, eval_rows = load_conversations(config, policy, rows)
         train(config, run, policy, list(batches(config, rows)), eval_rows)
         run.save_final(policy)
         examination = examine(policy, eval_rows)
@@ -79,59 +75,11 @@ def main(argv: list[str] | None = None) -> None:
         say(f"policy: {run.directory / 'final'}")
 
 
-def encode_rows(config: Config, policy: Policy, rows: list[dict], source: str) -> list[Trajectory]:
-    """Conversations as trajectories: the assistant's tokens are the actions."""
-    encoded = []
-    for index, row in enumerate(rows):
-        try:
-            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, row.get("tools"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{source}, row {index + 1}: {with_remedy(error)}") from error
-        if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
-            encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
-    if len(encoded) < len(rows):
-        say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
-    if rows and not encoded:
-        raise UserError(f"{source}: no row is left to learn from")
-    tell_of_openings(policy.tokenizer, encoded)
-    return encoded
-
-
-def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The rows to learn from, and the rows held out for evaluation: a tenth, at most --eval-prompts."""
-    num_eval = min(config.eval_prompts, len(rows) // 10)
-    order = keyed_generator("split", config.seed).permutation(len(rows))
-    return [rows[index] for index in order[num_eval:]], [rows[index] for index in order[:num_eval]]
-
-
-def batches(config: Config, rows: list[Trajectory], shuffle: bool = True) -> Iterator[list[Trajectory]]:
-    """The rows of each step: at most `tokens_per_batch` tokens, rows of similar length together."""
-    for epoch in range(config.epochs):
-        order = range(len(rows))
-        if shuffle:
-            order = keyed_generator("data order", config.seed, epoch).permutation(len(rows))
-        for start in range(0, len(rows), WINDOW):
-            window = [rows[index] for index in order[start : start + WINDOW]]
-            window_batches = list(batches_of_similar_length(window, config.tokens_per_batch))
-            for index in keyed_generator("minibatches", config.seed, epoch, start).permutation(len(window_batches)):
-                yield window_batches[index]
-
-
-def batches_of_similar_length(rows: list[Trajectory], tokens_per_batch: int) -> Iterator[list[Trajectory]]:
-    batch: list[Trajectory] = []
-    for row in sorted(rows, key=lambda row: len(row.ids)):  # so that the newest row is the widest
-        if batch and len(row.ids) * (len(batch) + 1) > tokens_per_batch:
-            yield batch
-            batch = []
-        batch.append(row)
-    yield batch
-
-
 def read(policy: Policy, rows: list[Trajectory]) -> Experience:
-    """The rows as tensors: a policy gradient whose actions are given, each with an advantage of 1."""
+    """A step's rows as tensors: a policy gradient whose actions are given, each with an advantage of 1."""
     batch = collate(rows, policy.pad_id, policy.device)
     batch.advantages = batch.action_mask.float()  # (B, T-1)
-    return batch
+    return batch.select(torch.tensor(part_of(len(rows)), dtype=torch.long, device=policy.device))
 
 
 def train(
@@ -142,22 +90,24 @@ def train(
     eval_rows: list[Trajectory],
     read: Callable[[Policy, list[Trajectory]], Experience] = read,
 ) -> None:
-    """Take one step with the rows of each batch, or the steps that a resumed run has left."""
+    """Run all steps, each with its rows, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
     )
+    model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
     run.restore(policy, optimizer)
     for step in run.steps(len(steps)):
         if step == 1 and eval_rows:
             run.log(0, examine(policy, eval_rows))
-        # 1 read: the rows of the step, and its learning rate
+
+        # 1 read: the step's rows, and its learning rate
         batch = read(policy, steps[step - 1])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, len(steps))
         run.lap("read")
 
         # 5 update: one optimizer step
-        metrics = update(config, policy, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
+        metrics = update(config, model, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
@@ -175,35 +125,42 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
     return config.lr * warmup * (config.final_lr + (1 - config.final_lr) * cosine)
 
 
-def policy_loss(log_probs: torch.Tensor, micro: Experience, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Each token's term, (b, T-1): -log p(token) / the assistant's tokens of the batch."""
+def policy_loss(log_probs: torch.Tensor, micro: Experience, num_tokens: float) -> torch.Tensor:
+    """Each token's term, (b, T-1): -A log p(token) / num_tokens, the assistant's tokens of the step; A is 1."""
     return -log_probs * micro.advantages / num_tokens
 
 
-def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> dict[str, float]:
-    """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
+def update(
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Experience
+) -> dict[str, float]:
+    """One optimizer step: the mean over the assistant's tokens."""
     optimizer.zero_grad()
-    num_tokens = batch.advantages.sum()  # of the full batch, so that micro-batches add up to its mean
     total = 0.0
     for micro in batch.split(config.micro_batch_size):
-        log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
-        terms = policy_loss(log_probs, micro, num_tokens)  # (b, T-1)
+        log_probs = model(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
+        terms = policy_loss(log_probs, micro, batch.num_tokens)  # (b, T-1)
         terms.sum().backward()
         total += terms.sum().item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+    grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
-    return {"loss/total": total, "loss/grad_norm": grad_norm.item(), "loss/skipped": float(not grad_norm.isfinite())}
+    return {
+        "loss/total": sum(gather(total)) / data_size(),
+        "loss/grad_norm": grad_norm.item(),
+        "loss/skipped": float(not grad_norm.isfinite()),
+    }
 
 
 @torch.no_grad()
 def examine(policy: Policy, rows: list[Trajectory]) -> dict[str, float]:
     """The mean loss of the assistant's tokens in held-out rows, in nats."""
     log_prob_sum = num_tokens = 0.0
-    for row in rows:
-        batch = collate([row], policy.pad_id, policy.device)
-        log_prob_sum += policy(batch.sequences, batch.action_mask).log_probs.sum().item()
-        num_tokens += batch.action_mask.sum().item()
+    with gathered_weights(policy):
+        for row in own_part(rows):
+            batch = collate([row], policy.pad_id, policy.device)
+            log_prob_sum += policy(batch.sequences, batch.action_mask).log_probs.sum().item()
+            num_tokens += row.num_action_tokens
+    log_prob_sum, num_tokens = (sum(gather(value)) for value in (log_prob_sum, num_tokens))
     return {"eval/loss": -log_prob_sum / num_tokens} if num_tokens else {}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from common.experience import Experience
+from common.parallel import data_size, gather, own_part
 from common.policy import Policy
 from common.trajectory import Trajectory
 from experiment_sft.train import read
@@ -37,8 +38,9 @@ def emphasise(tokenizer, row: Trajectory, emphasis: dict[str, float]) -> Weighte
 
 def read_weighted(policy: Policy, rows: list[WeightedRow]) -> Experience:
     """The rows as tensors; weights become advantages, which are 1 without them."""
-    batch = read(policy, rows)
+    batch, rows = read(policy, rows), own_part(rows)
     width = batch.sequences.shape[1]
     padded = [row.weights + [0.0] * (width - len(row.ids)) for row in rows]
-    batch.advantages *= torch.tensor(padded, device=policy.device)[:, 1:]  # (B, T-1)
+    batch.advantages *= torch.tensor(padded, device=policy.device).view(len(rows), width)[:, 1:]  # (B, T-1)
+    batch.num_tokens = sum(gather(batch.advantages.sum().item())) / data_size()  # a token counts as its weight
     return batch

@@ -31,6 +31,7 @@ from harness.base.config import DTYPES, CountOrZero
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.context import check_prompts
+from harness.data.conversations import batches, encode_rows
 from harness.data.data import read_rows
 from harness.models.loading import load_policy, make_policy
 from harness.run.start import run_main, start_run
@@ -72,10 +73,10 @@ def main(argv: list[str] | None = None) -> None:
             say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
         if config.lessons == "countdown":
             renew_symbols(policy, config.seed)
-        rows = sft.encode_rows(config, policy, rows, f"--lessons {config.lessons}")
+        rows = encode_rows(config, policy, rows, f"--lessons {config.lessons}")
         if config.lessons == "countdown":
             rows = [emphasise(policy.tokenizer, row, EMPHASIS) for row in rows]
-        steps = list(sft.batches(config, rows, shuffle=False))
+        steps = list(batches(config, rows, shuffle=False))
         sft.train(config, run, policy, steps, [], read_weighted if config.lessons == "countdown" else sft.read)
 
         cast_weights(policy, DTYPES[config.save_dtype])

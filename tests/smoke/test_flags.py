@@ -192,7 +192,7 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
     patch.setattr(Policy, "forward", forward_and_count)
     patch.setattr(common.sampling, "_complete", complete_and_count)
     sft = getattr(train, "sft", train)  # the module whose update takes conversations
-    if hasattr(sft, "encode_rows"):
+    if hasattr(sft, "learning_rate"):
         update = sft.update
 
         def update_and_keep(config, policy, optimizer, batch):

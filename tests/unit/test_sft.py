@@ -16,6 +16,7 @@ from common.tools import calculator, schemas
 from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
+from harness.data import conversations
 from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
@@ -52,7 +53,9 @@ def policy() -> Policy:
 
 @pytest.fixture
 def encode(train, policy):
-    return lambda rows=CONVERSATIONS, **settings: train.encode_rows(train.Config(**settings), policy, rows, "my.jsonl")
+    return lambda rows=CONVERSATIONS, **settings: conversations.encode_rows(
+        train.Config(**settings), policy, rows, "my.jsonl"
+    )
 
 
 @pytest.fixture
@@ -224,19 +227,19 @@ def test_rows_are_learned_once_or_held_out_and_examined(run):
     assert of_others.mean().item() != pytest.approx(of_learned.mean().item(), rel=1e-3)
 
 
-def test_the_number_of_rows_held_out_is_limited(train, encode):
-    learned, held_out = train.hold_out(train.Config(eval_prompts=1), encode(MANY))
+def test_the_number_of_rows_held_out_is_limited(train, policy):
+    learned, held_out = conversations.load_conversations(train.Config(eval_prompts=1), policy, MANY)
     assert (len(learned), len(held_out)) == (29, 1)
 
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode, monkeypatch):
     """Different rows share a batch each time: a window's rows, which are sorted by length within the window."""
-    monkeypatch.setattr(train, "WINDOW", 10)
+    monkeypatch.setattr(conversations, "WINDOW", 10)
     rows = encode(MANY)
 
     def epochs(**settings) -> list[list[int]]:
         config = train.Config(tokens_per_batch=60, epochs=2, **settings)
-        order = [row.prompt_index for batch in train.batches(config, rows) for row in batch]
+        order = [row.prompt_index for batch in conversations.batches(config, rows) for row in batch]
         return [order[: len(rows)], order[len(rows) :]]
 
     def windows(order: list[int]) -> list[set[int]]:
@@ -251,13 +254,13 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode, mon
 
 def test_rows_of_a_file_are_shuffled_and_lessons_stay_in_order(train, monkeypatch):
     """Rows are batched by length within a window, and windows keep the order of the lessons."""
-    monkeypatch.setattr(train, "WINDOW", 100)
+    monkeypatch.setattr(conversations, "WINDOW", 100)
     rows = [Trajectory([1] * (5 + n % 7), 2, [0, 0] + [1] * (3 + n % 7), [0.0] * (5 + n % 7), n) for n in range(1000)]
 
     def windows(shuffle: bool) -> list[int]:
         """For the rows in training order: which hundred of the file each row comes from."""
         config = train.Config(tokens_per_batch=50)
-        return [row.prompt_index // 100 for batch in train.batches(config, rows, shuffle) for row in batch]
+        return [row.prompt_index // 100 for batch in conversations.batches(config, rows, shuffle) for row in batch]
 
     assert windows(False) == sorted(windows(False))
     counts = Counter(windows(True)[:100])
@@ -267,7 +270,7 @@ def test_rows_of_a_file_are_shuffled_and_lessons_stay_in_order(train, monkeypatc
 def test_batches_hold_at_most_so_many_tokens_padding_included(train, encode):
     rows = encode(MANY)
     for tokens in (40, 100, 10_000):
-        batches = list(train.batches(train.Config(tokens_per_batch=tokens), rows))
+        batches = list(conversations.batches(train.Config(tokens_per_batch=tokens), rows))
         sizes = [len(batch) * max(len(row.ids) for row in batch) for batch in batches]
         assert max(size for size, batch in zip(sizes, batches, strict=True) if len(batch) > 1) <= tokens
         assert sum(map(len, batches)) == len(rows)
