@@ -96,10 +96,9 @@ def train(
     )
     model, optimizer = run.prepare(policy, optimizer)  # alone as they are; several processes average gradients
     run.restore(policy, optimizer)
+    if eval_rows and not run.resumed_at:
+        run.log(0, examine(policy, eval_rows))
     for step in run.steps(len(steps)):
-        if step == 1 and eval_rows:
-            run.log(0, examine(policy, eval_rows))
-
         # 1 read: the step's rows, and its learning rate
         batch = read(policy, steps[step - 1])
         for group in optimizer.param_groups:
