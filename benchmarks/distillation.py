@@ -4,7 +4,7 @@
     python benchmarks/distillation.py --only distill grpo --seeds 0  # a part of them
     python benchmarks/distillation.py --table-only                   # the tables, from the committed data
 
-The student of `half` is smaller: half of the layers of the bundled policy, taught again with experiment_sft. Runs that
+The student of `half` is smaller: half of the layers of the bundled policy, taught again by make_policy.py. Runs that
 already exist are not repeated, and results of missing ones are kept. Writes experiment_distill/results/, and prints the
 tables of the README.
 """
@@ -49,6 +49,7 @@ COLUMNS = (
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/reasoned", "sampled/length", "greedy/accuracy")  # of an evaluation
 DISTILL, GRPO, SFT = "experiment_distill", "experiment_accelerate", "experiment_sft"
+MAKE, MADE = "imitation/tiny_policy/make_policy.py", "tiny_policy"  # where its runs go
 EXAMINED = tuple(
     f"tools/{what}" for what in ("calculator/sampled/called", "calculator/forced_sampled/accuracy",
                                  "one_hop/sampled/called", "one_hop/forced_sampled/accuracy")
@@ -265,7 +266,7 @@ def place_of(config: Config, name: str, seed: int) -> Path:
 
 
 def half_of(config: Config) -> Path:
-    return Path(config.runs_dir) / SFT / "half" / "final"
+    return Path(config.runs_dir) / MADE / "half" / "final"
 
 
 def make_half(config: Config) -> None:
@@ -281,7 +282,7 @@ def make_half(config: Config) -> None:
     model.save_pretrained(source)
     AutoTokenizer.from_pretrained(TINY_POLICY).save_pretrained(source)
     flags = HALF_LESSONS | {"model": source, "dtype": "bfloat16", "checkpoint-every": 0}
-    call(SFT, flags | {"name": "half", "runs-dir": config.runs_dir})
+    call(MAKE, flags | {"name": "half", "runs-dir": config.runs_dir})
 
 
 def train(config: Config, name: str, seed: int) -> None:
@@ -292,9 +293,9 @@ def train(config: Config, name: str, seed: int) -> None:
     if not (place / "summary.json").exists():
         call("benchmarks/distillation.py", {"here": name, "seeds": seed, "runs-dir": config.runs_dir})
         print(place, flush=True)
-    if name.startswith("tools") and not (examination := place.parent.parent / SFT / place.name).exists():
+    if name.startswith("tools") and not (examination := place.parent.parent / MADE / place.name).exists():
         flags = {"num-copying": 0, "num-reasoning": 0, "num-answering": 0, "lessons": "tools", "embeddings": "as_is"}
-        call(SFT, flags | {"model": place / "final", "name": examination.name, "runs-dir": config.runs_dir})
+        call(MAKE, flags | {"model": place / "final", "name": examination.name, "runs-dir": config.runs_dir})
 
 
 def imitate(config: Config, place: Path, seed: int) -> None:
@@ -360,7 +361,7 @@ def write_results(config: Config) -> None:
                 for when in ("before", "after"):
                     summary[when] = {key: run.summary[when][key] for key in FIGURES}
             if name.startswith("tools"):
-                found = read_json(place.parent.parent / SFT / place.name / "summary.json")
+                found = read_json(place.parent.parent / MADE / place.name / "summary.json")
                 summary["examination"] = {key: found[key] for key in EXAMINED}
             runs.append(KeptRun(RESULTS / place.name, about, summary, [] if name == "sft" else run.metrics.rows))
     keep_runs(RESULTS, runs, COLUMNS)

@@ -19,6 +19,7 @@ PROGRAMS = (
     *("evaluate.py", "export.py", "chat.py", "viewer/__main__.py", "viewer/compare.py"),
     *("viewer/diff.py", "viewer/results.py"),
     *("doctor/__main__.py", "tasks/audit/__main__.py", "recipes/math_levels.py", "recipes/smollm2.py"),
+    "imitation/tiny_policy/make_policy.py",
 )
 HEAD = """# All options
 

@@ -48,7 +48,7 @@ def parse_config(
     checks.check_name(getattr(config, "name", None))
     checks.check_device(config.device, is_here=getattr(config, "gpu_memory", None) is None)
     if config.kind not in resolved:
-        raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
+        raise UserError(f"--model {config.model} is for make_policy.py only: it has not learned anything yet")
     checks.check_ranges(config)  # before the task, whose first reward takes time
     config = resolve(config, resolved_defaults(config, resolved))
     checks.check_combinations(config)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from run_files import ROOT, launch, metrics_of, rows_of
+from run_files import ROOT, launch, metrics_of, rows_of, write_rows
 from safetensors.torch import load_file
 from torch import distributed
 
@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
 PPO, DISTILL, REINFORCE = "experiment_ppo", "experiment_distill", "experiment_reinforce"
+SFT = "experiment_sft"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -47,6 +48,8 @@ FAMILY += ("experiment_cispo",)
 OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
 CRITIC = f"{OF_FAMILY} --critic-warmup 1 --gae-lambda 0.95"  # the second step also trains the policy
 ONE_BY_ONE = "--steps 2 --prompts-per-step 12 --eval-prompts 5 --lr 1e-5 --micro-batch-size 2 --max-new-tokens 24"
+# Steps of one to four rows: a rank can have none of them, or fewer micro-batches than another
+GIVEN = "--data chats.jsonl --tokens-per-batch 100 --micro-batch-size 2 --lr 1e-5 --eval-prompts 3 --eval-every 2"
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --max-new-tokens 4"
 RUNS = {  # by the number of processes: experiments, and their flags
     2: {
@@ -56,6 +59,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
         REINFORCE: ONE_BY_ONE,
+        SFT: GIVEN,
         PPO: CRITIC,
         DISTILL: OF_FAMILY,
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
@@ -68,6 +72,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
         REINFORCE: ONE_BY_ONE,
+        SFT: GIVEN,
         PPO: CRITIC,
         DISTILL: OF_FAMILY,
     },
@@ -87,6 +92,9 @@ A_REWARD = "def place(prompts, completion_ids): return [prompts[:at].count(asked
 def train(script: ModuleType, flags: str, url: str) -> None:
     Path("tools.py").write_text(A_TOOL)
     Path("rewards.py").write_text(A_REWARD)
+    asked = ({"role": "user", "content": f"Say {n}" + " please" * (n % 7)} for n in range(20))
+    said = ({"role": "assistant", "content": f"{n} " * (1 + n % 5) ** 2} for n in range(20))
+    write_rows("chats.jsonl", [{"messages": chat} for chat in zip(asked, said, strict=True)])
     script.main([*flags.replace("URL", url).split(), "--runs-dir", ".", "--name", "x"])
 
 
@@ -179,7 +187,8 @@ def alone(server, tmp_path_factory, load_script) -> Callable[[str, str], tuple[P
 def test_several_processes_train_as_one(together, alone, num_processes, experiment):
     flags = RUNS[num_processes][experiment]
     new, old = together(num_processes)[0] / experiment / "x", alone(PARENT.get(experiment, experiment), flags)[0]
-    samples, expected = rows_of(new, "samples"), rows_of(old, "samples")  # the first two groups of each step
+    # the first two groups of each step
+    samples, expected = ([] if experiment == SFT else rows_of(directory, "samples") for directory in (new, old))
     for row, other in zip(samples, expected, strict=True):
         for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason", "turns"):
             assert row.get(name) == other.get(name)
@@ -198,7 +207,7 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
     # Where a gradient is near 0, AdamW turns its rounding into a part of the learning rate, in each of up to 12 updates
     rounding = 3e-5 if "--epochs-per-step" in flags else 1e-5
     assert all((weights[name] - others[name]).abs().max() <= rounding for name in weights)
-    if experiment != ACCELERATE:  # the other one only has to judge a task's answers
+    if experiment not in (SFT, ACCELERATE):  # the latter only has to judge a task's answers
         assert any(row["advantage"] for row in expected)
     if flags == CALLS:
         assert {len(row["turns"]) for row in expected} >= {1, 3}

@@ -73,7 +73,6 @@ PAIRS = [[conversation(row["prompt"], row[name]) for name in ("chosen", "rejecte
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_two_steps_are_those_of_slow_loops(name, tmp_path, load_script, stand_in, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     train = load_script(f"experiment_{name}/train.py")
     given = FLAGS | {"device": "cpu", "runs_dir": tmp_path, "reward_functions": tmp_path / "rewards.py"}
     given["reward_functions"].write_text(REWARD)

@@ -151,7 +151,7 @@ def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
     ("experiment", "flags"),
     [
         ("experiment_base", ""),
-        ("experiment_sft", "--tokens-per-batch 256 --num-copying 8 --num-reasoning 0 --num-answering 0"),
+        ("experiment_sft", "--tokens-per-batch 256"),
         ("experiment_engine", "--engine-url http://127.0.0.1:1"),
         ("experiment_mesh", "--tensor-parallel 2"),
     ],

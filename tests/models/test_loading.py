@@ -361,7 +361,6 @@ def test_the_context_is_what_the_config_says(config, length):
 def test_sft_leaves_out_what_exceeds_the_context(tmp_path, monkeypatch, load_script, save_model, capsys):
     """Even if --max-length allows for it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     save_model(with_positions(128))
     turns = [
         ({"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}) for n in [3] * 20 + [200] * 2

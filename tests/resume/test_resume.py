@@ -506,8 +506,7 @@ def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
 
 
 @pytest.mark.slow
-def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+def test_supervised_fine_tuning_is_resumed(tmp_path, load_script):
     turns = [({"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}) for n in range(40)]
     write_rows(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     main = load_script("experiment_sft/train.py").main

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from run_files import ROOT, json_of, metrics_of, read_lines, rows_of, write_rows
+from run_files import json_of, metrics_of, read_lines, rows_of, write_rows
 from safetensors.torch import load_file, save_file
 
 import common.sampling
@@ -27,8 +27,7 @@ from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import TINY_POLICY
 
-BASE, SFT, LESSONS = "base", "sft", "lessons"  # the last: experiment_sft with the lessons that it generates
-EXPERIMENT = {BASE: "experiment_base", SFT: "experiment_sft", LESSONS: "experiment_sft"}
+BASE, SFT, LESSONS = "experiment_base/train.py", "experiment_sft/train.py", "imitation/tiny_policy/make_policy.py"
 # Small, with a learning rate (and two epochs) that make every update visible in the next one.
 COMMON = "--lr 1e-4 --checkpoint-every 0 --seed 5 --device cpu --name x"
 START = {
@@ -192,8 +191,9 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
     patch.setattr(train, "load_policy", kept(train.load_policy))
     patch.setattr(Policy, "forward", forward_and_count)
     patch.setattr(common.sampling, "_complete", complete_and_count)
-    if hasattr(train, "make_policy"):  # experiment_sft
-        update = train.update
+    sft = getattr(train, "sft", train)  # the module whose update takes conversations
+    if hasattr(sft, "learning_rate"):
+        update = sft.update
 
         def update_and_keep(config, policy, optimizer, batch):
             seen.batch_sizes.append(batch.sequences.numel())
@@ -201,8 +201,7 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
                 seen.texts.append(policy.tokenizer.decode(ids[mask]))
             return update(config, policy, optimizer, batch)
 
-        patch.setattr(train, "make_policy", kept(train.make_policy))
-        patch.setattr(train, "update", update_and_keep)
+        patch.setattr(sft, "update", update_and_keep)
     patch.setenv("WANDB_MODE", "offline")
     patch.chdir(directory)
     try:
@@ -210,7 +209,7 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
     finally:
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()  # its service would keep this run's settings
-    (seen.directory,) = directory.glob("*/experiment_*/*")
+    seen.directory = next(directory.glob("*/*/*/config.json")).parent
     seen.output, seen.progress = capture.readouterr()
     return seen
 
@@ -239,12 +238,6 @@ def files(tmp_path_factory) -> Path:
     return place
 
 
-@pytest.fixture
-def script(load_script, monkeypatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    return lambda setup: load_script(f"{EXPERIMENT[setup]}/train.py")
-
-
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[str, str], Outcome]:
     """The runs so far, by their flags."""
@@ -252,7 +245,7 @@ def known() -> dict[tuple[str, str], Outcome]:
 
 
 @pytest.fixture
-def run(known, script, files, tmp_path_factory, capsys) -> Callable[..., Outcome]:
+def run(known, load_script, files, tmp_path_factory, capsys) -> Callable[..., Outcome]:
     """Run train.py with these flags after the flags of START; `files/` is the directory of that fixture."""
 
     def with_flags(setup: str, flags: str = "") -> Outcome:
@@ -260,7 +253,7 @@ def run(known, script, files, tmp_path_factory, capsys) -> Callable[..., Outcome
             argv = [word.replace("files/", f"{files}/") for word in f"{START[setup]} {flags}".split()]
             with pytest.MonkeyPatch.context() as patch:
                 capsys.readouterr()
-                run = watched(script(setup), argv, tmp_path_factory.mktemp("run"), patch, capsys)
+                run = watched(load_script(setup), argv, tmp_path_factory.mktemp("run"), patch, capsys)
             known[setup, flags] = run
         return known[setup, flags]
 
@@ -385,12 +378,13 @@ def load_in(new, old):
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-3)
 
 
-@changes("--save-dtype bfloat16", of=(SFT,))
+@changes("--save-dtype bfloat16", also="--lessons tools", of=(LESSONS,))
 def save_dtype(new, old):
     assert {weight.dtype for weight in new.final().values()} == {torch.bfloat16}
     assert {weight.dtype for weight in old.final().values()} == {torch.float32}
     assert_agree(new, old)  # rounded at the end only
-    assert new.read("summary.json")["eval/loss"] != old.read("summary.json")["eval/loss"]  # it examines what it saves
+    losses = [run.read("summary.json")["tools/loss_of_copied_unseen_names"] for run in (new, old)]
+    assert losses[0] != losses[1]  # it examines what it saves
 
 
 # Where a run is, and its files and output
@@ -656,6 +650,11 @@ def sft_data(new, old):
     assert (len(new.texts), len(old.texts)) == (19, 18)  # a tenth of 20 rows is held out, if that is allowed
 
 
+@changes("--eval-every 1", of=(SFT,))
+def sft_eval_every(new, old):
+    assert (len(new.values("eval/loss")), len(old.values("eval/loss"))) == (1 + len(new.values("loss/total")), 1)
+
+
 @changes("--lessons tools", of=(LESSONS,))
 def lessons(new, old):
     assert any("Tools: " in text for text in new.texts)
@@ -744,16 +743,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("setup", [BASE, SFT])
-def test_every_flag_has_an_entry(script, setup):
+@pytest.mark.parametrize("setup", [BASE, SFT, LESSONS])
+def test_every_flag_has_an_entry(load_script, setup):
     """`estimate`, `gpus` and `gpu_memory` are in models/test_estimate.py, `watch` in test_watch.py.
 
     The flags of reward models are in test_reward_model_runs.py.
     """
-    flags = {field.name for field in dataclasses.fields(script(setup).Config)}
+    flags = {field.name for field in dataclasses.fields(load_script(setup).Config)}
+    flags |= {"data", "eval_every"} if setup == LESSONS else set()  # of its parent; it has none
     # those of the second line are in unit/test_data.py and test_flags_siblings.py
     elsewhere = {"eval_suite", "optimizer"} & flags
-    known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
+    setups = (setup, SFT) if setup == LESSONS else (setup,)
+    known = set().union(*(change.flags for change in CHANGES if change.setup in setups))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty"} & flags
     known = known - {"no_pack"} | {"pack"}
     assert known | judged | elsewhere | {*REFUSED, "estimate", "gpus", "gpu_memory", "watch"} == flags | {
@@ -774,7 +775,11 @@ def test_the_same_flags_give_the_same_metrics(run, setup):
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(change, id=f"{change.setup} {change.given}", marks=pytest.mark.slow if change.is_slow else ())
+        pytest.param(
+            change,
+            id=f"{Path(change.setup).parent.name} {change.given}",
+            marks=pytest.mark.slow if change.is_slow else (),
+        )
         for change in CHANGES
     ],
 )
@@ -794,9 +799,9 @@ def test_a_kl_weight_of_zero_needs_no_reference(run):
 
 
 @pytest.mark.parametrize(("flags", "sentence"), REFUSED.values(), ids=list(REFUSED))
-def test_a_flag_refuses_what_does_not_exist(tmp_path, monkeypatch, script, flags, sentence):
+def test_a_flag_refuses_what_does_not_exist(tmp_path, monkeypatch, load_script, flags, sentence):
     monkeypatch.chdir(tmp_path)
     for setup in (BASE, SFT):
         with pytest.raises(UserError, match=sentence):
-            script(setup).main(flags.split())
+            load_script(setup).main(flags.split())
     assert not list(tmp_path.iterdir())

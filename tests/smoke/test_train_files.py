@@ -71,8 +71,7 @@ def hints_of(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def config_of(load_script, monkeypatch) -> Callable[..., object]:
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+def config_of(load_script) -> Callable[..., object]:
     return lambda path: load_script(f"{path.parent.name}/train.py").Config
 
 
@@ -252,16 +251,16 @@ def test_a_task_without_correct_is_trained_and_drawn(tmp_path, monkeypatch, load
 
 
 @pytest.mark.slow
-def test_experiment_base_trains_a_policy_of_experiment_sft(tmp_path, load_script):
+def test_experiment_base_trains_a_new_policy(tmp_path, load_script):
     """The policy is loaded from the directory final/."""
     lessons = ("--num-copying", "60", "--num-reasoning", "30", "--num-answering", "30")
     result = finished(
-        str(ROOT / "experiment_sft" / "train.py"),
+        str(ROOT / "imitation" / "tiny_policy" / "make_policy.py"),
         *(*lessons, "--eval-prompts", "1", "--name", "smoke", "--save-dtype", "bfloat16"),
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    policy = tmp_path / "runs" / "experiment_sft" / "smoke" / "final"
+    policy = tmp_path / "runs" / "tiny_policy" / "smoke" / "final"
     load_script("experiment_base/train.py").main(
         [
             *("--model", str(policy), "--steps", "1", "--prompts-per-step", "2", "--group-size", "2"),
@@ -279,21 +278,22 @@ def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, l
     ]
     write_rows(tmp_path / "chats.jsonl", rows)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     load_script("experiment_sft/train.py").main(
         ["--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"]
     )
-    metrics = rows_of(tmp_path / "runs" / "experiment_sft" / "smoke")
-    assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
+    directory = tmp_path / "runs" / "experiment_sft" / "smoke"
+    metrics = rows_of(directory)
+    assert metrics[-1]["loss/total"] < 0.5 * metrics[1]["loss/total"]
+    assert json_of(directory / "summary.json")["eval/loss"] < 0.5 * metrics[0]["eval/loss"]
 
 
-def test_experiment_sft_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):
+def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):
     """As its README says; there is no step, and therefore no curve."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     lessons = ("--num-copying", "0", "--num-reasoning", "0", "--num-answering", "0")
-    load_script("experiment_sft/train.py").main(["--model", "tiny", *lessons, "--eval-prompts", "2", "--name", "smoke"])
-    directory = tmp_path / "runs" / "experiment_sft" / "smoke"
+    flags = ("--model", "tiny", *lessons, "--eval-prompts", "2", "--name", "smoke")
+    load_script("imitation/tiny_policy/make_policy.py").main([*flags])
+    directory = tmp_path / "runs" / "tiny_policy" / "smoke"
     summary = json_of(directory / "summary.json")
     assert summary["steps"] == 0
     assert {"eval/greedy/accuracy", "eval_forced/greedy/accuracy"} <= summary.keys()

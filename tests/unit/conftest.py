@@ -13,7 +13,7 @@ from common.policy import Policy
 @pytest.fixture(scope="session")
 def tokenizer(load_script):
     """The tokenizer of the tiny policy, with its chat template. A test that changes it makes a deep copy."""
-    return load_script("experiment_sft/tiny_policy.py").make_tokenizer()
+    return load_script("imitation/tiny_policy/tiny_policy.py").make_tokenizer()
 
 
 @pytest.fixture(scope="session")

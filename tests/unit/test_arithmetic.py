@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import arithmetic_grammar as grammar
 import pytest
 from run_files import read_lines
 
 from tasks import arithmetic as task
-from tasks.grammars import arithmetic_grammar as grammar
 
 pytestmark = pytest.mark.all_questions
 
@@ -65,15 +65,18 @@ def rows() -> dict[str, list[dict]]:
     return {path.stem: read_lines(path) for path in (task.TRAIN_DATA, task.EVAL_DATA)}
 
 
+DATA, POOLS = Path(task.EVAL_DATA).parent, {"": "train", "_heldout": "heldout"}
 LESSONS = {"copying": 400, "reasoning": 600, "answering": 3000}
 
 
 @pytest.fixture(scope="module")
 def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
     """Question and target of warm-start conversations, by lesson."""
-    made = load_script("experiment_sft/warm_start.py").conversations(*LESSONS.values(), seed=0)
+    made = load_script("imitation/tiny_policy/warm_start.py").conversations(*LESSONS.values(), seed=0)
     turns = (tuple(message["content"] for message in row["messages"]) for row in made)
-    return {lesson: [next(turns) for _ in range(count)] for lesson, count in LESSONS.items()}
+    found = {lesson: [next(turns) for _ in range(count)] for lesson, count in LESSONS.items()}
+    imitated = read_lines(DATA / "reasoned_sums.jsonl")
+    return found | {"imitated": [tuple(message["content"] for message in row["messages"]) for row in imitated]}
 
 
 # The reward ---------------------------------------------------------------------------------------------------------
@@ -260,16 +263,14 @@ def test_messages_are_the_question_and_any_system_prompt():
 # The bundled files --------------------------------------------------------------------------------------------------
 
 
-DATA, POOLS = Path(task.EVAL_DATA).parent, {"": "train", "_heldout": "heldout"}
-
-
 def test_the_bundled_files_are_those_that_their_scripts_write(load_script, rows):
-    made = load_script("data/make_math_tasks.py").make_rows
-    long_sums = load_script("data/make_long_sums.py")
+    made = load_script("imitation/tiny_policy/make_math_tasks.py").make_rows
+    long_sums = load_script("imitation/tiny_policy/make_long_sums.py")
+    made_sums = load_script("imitation/tiny_policy/make_reasoned_sums.py").make_rows
+    assert made_sums(1200) == read_lines(DATA / "reasoned_sums.jsonl")
     for suffix, only_pool in POOLS.items():
         assert made(only_pool, 256) == rows[f"math_tasks{suffix}"][:256]
         found = read_lines(DATA / f"long_sums{suffix}.jsonl")
-        assert long_sums.FILES[f"long_sums{suffix}"] == (only_pool, len(found) // 6)
         assert long_sums.make_rows(only_pool, 16) == found[:96]
         assert [row["num_terms"] for row in found] == [*range(5, 11)] * (len(found) // 6)
 
@@ -307,12 +308,14 @@ def test_every_wording_asks_for_the_sum_that_it_was_made_from():
 
 def test_train_heldout_and_warm_start_share_no_question(rows, conversations):
     train, heldout = ({up_to_order(parse(row["question"])) for row in file} for file in rows.values())
-    warm_start = {up_to_order(parse(question)) for lesson in conversations.values() for question, _ in lesson}
+    *warm_start, imitated = ({up_to_order(parse(question)) for question, _ in rows} for rows in conversations.values())
+    warm_start = set.union(*warm_start)
     assert [len(train), len(heldout)] == [4096, 512]  # also up to the order of terms
-    assert len(warm_start) > 2000
+    assert (len(warm_start) > 2000, len(imitated)) == (True, 1200)
     assert not train & heldout
     assert not train & warm_start
     assert not heldout & warm_start
+    assert not imitated & (heldout | warm_start)
 
 
 # The warm start -----------------------------------------------------------------------------------------------------
@@ -342,8 +345,8 @@ def test_every_copied_sum_is_the_sum_in_question(conversations):
         assert parse(target) == parse(question)
 
 
-@pytest.mark.parametrize("lesson", ["reasoning", "answering"])
-def test_all_answers_and_equations_of_the_warm_start_are_right(conversations, lesson):
+@pytest.mark.parametrize("lesson", ["reasoning", "answering", "imitated"])
+def test_all_answers_and_equations_of_conversations_are_right(conversations, lesson):
     styles = Counter()
     for question, target in conversations[lesson]:
         terms = parse(question)
@@ -355,7 +358,7 @@ def test_all_answers_and_equations_of_the_warm_start_are_right(conversations, le
             check_reasoning(match.group(1), terms)
         styles["reasoned" if match.group(1) else "direct"] += 1
         styles["checked"] += "check" in target
-    if lesson == "reasoning":
+    if lesson != "answering":
         assert styles["direct"] == 0
     else:  # the policy should know every style, and prefer direct answers
         assert 0.15 < styles["reasoned"] / LESSONS[lesson] < 0.25

@@ -12,6 +12,8 @@ import warnings
 from fractions import Fraction
 
 import pytest
+from arithmetic_grammar import pool
+from calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_files import read_lines
@@ -20,8 +22,6 @@ from transformers.utils import get_json_schema
 from common import calculator_tool
 from common.calculator_tool import MAX_DEPTH, MAX_EXPRESSION, calculator
 from tasks import calculator as calculator_task
-from tasks.grammars.arithmetic_grammar import pool
-from tasks.grammars.calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
 
 pytestmark = pytest.mark.all_questions
 
@@ -192,7 +192,7 @@ def test_questions_are_of_their_kind_and_pool():
 
 
 def test_the_bundled_files_are_what_the_script_writes(files, load_script):
-    make_rows = load_script("data/make_calculator_tasks.py").make_rows
+    make_rows = load_script("imitation/tiny_policy/make_calculator_tasks.py").make_rows
     for only_pool, rows in files.items():
         assert make_rows(only_pool, 256) == rows[:256]
         assert {row["kind"] for row in rows} == set(KINDS)

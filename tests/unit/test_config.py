@@ -104,7 +104,7 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
         (("--device", "meta"), "--device must be cpu, cuda, .* not meta$"),
         (("--name", "a/b"), "cannot be the name of a directory"),
         (("--name", ".."), "cannot be the name of a directory"),
-        (("--model", "new"), "for experiment_sft only"),
+        (("--model", "new"), r"for make_policy\.py only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
         (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
         (("--seed", "-1"), "--seed must be at least 0 and at most"),

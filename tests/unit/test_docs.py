@@ -38,14 +38,13 @@ PAGES = sorted(
 )
 SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "notebooks/execute.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "imitation/tiny_policy/make_gsm8k_easy.py", "notebooks/execute.py"}
 
 
 @pytest.fixture(autouse=True)
 def beside_scripts(monkeypatch):
     """Some scripts import modules next to them."""
-    for folder in ("experiment_sft", "benchmarks"):
-        monkeypatch.syspath_prepend(ROOT / folder)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -115,7 +114,9 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for original, copy in re.findall(r"^cp (experiment_\w+/)train\.py (experiment_\w+/)$", text, re.MULTILINE):
         text = text.replace(copy, original)
-    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text)
+    found = re.findall(
+        r"python (?:-m (viewer)\.(\w+)|((?:\w+/)+\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text
+    )
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
 

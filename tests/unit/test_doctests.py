@@ -16,10 +16,10 @@ MODULES = sorted(
     if ">>> " in path.read_text(encoding="utf-8")
 )
 SCRIPTS = (
-    "experiment_sft/warm_start.py",
+    "imitation/tiny_policy/warm_start.py",
     "benchmarks/takeaways.py",
     "benchmarks/what_rl_teaches.py",
-    "data/make_gsm8k_easy.py",
+    "imitation/tiny_policy/make_gsm8k_easy.py",
 )
 
 

@@ -52,7 +52,7 @@ def test_every_published_gold_is_read(name, num_rows, num_unread):
 
 
 def test_the_easy_questions_follow_their_rule_and_are_answerable(load_script):
-    easy_rows = load_script("data/make_gsm8k_easy.py").easy_rows
+    easy_rows = load_script("imitation/tiny_policy/make_gsm8k_easy.py").easy_rows
     data = Path(__file__).resolve().parents[2] / "data"
     parts = [(data / f"{name}.jsonl").read_text("utf-8").splitlines() for name in ("gsm8k_easy", "gsm8k_easy_heldout")]
     lines = [line for part in parts for line in part]

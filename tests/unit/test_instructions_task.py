@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import data_files
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,13 +187,9 @@ def test_the_bundled_rows_have_solutions_and_share_neither_topics_nor_kinds():
     assert instructions.TRAIN_DATA.stat().st_size + instructions.EVAL_DATA.stat().st_size < 600_000
 
 
-def test_the_bundled_rows_are_made_byte_for_byte(tmp_path):
-    path = tmp_path / "make_instructions.py"  # it writes next to itself
-    path.write_bytes((ROOT / "data" / path.name).read_bytes())
-    spec = importlib.util.spec_from_file_location("make_instructions", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
+def test_the_bundled_rows_are_made_byte_for_byte(tmp_path, monkeypatch, load_script):
+    monkeypatch.setattr(data_files, "DATA", tmp_path)
+    load_script("imitation/tiny_policy/make_instructions.py").main()
     for name in ("instructions.jsonl", "instructions_heldout.jsonl"):
         assert (tmp_path / name).read_bytes() == (ROOT / "data" / name).read_bytes()
 

@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import world_grammar as grammar
+from world_grammar import document, find, make_world, names, pool, render_results
 
 from tasks import qa
-from tasks.grammars import world_grammar as grammar
-from tasks.grammars.world_grammar import document, find, make_world, names, pool, render_results
 
 from harness.base.config import TINY_POLICY
 
@@ -140,7 +140,7 @@ def test_an_answer_of_articles_or_signs_is_compared_as_it_is():
 
 
 def test_the_bundled_files_are_what_the_script_writes(files, load_script):
-    script = load_script("data/make_qa_tasks.py")
+    script = load_script("imitation/tiny_policy/make_qa_tasks.py")
     worlds = script.make_worlds()
     training, held_out = script.make_questions(worlds)
     written = {"qa_documents": script.make_documents(worlds), "qa_tasks": training, "qa_tasks_heldout": held_out}

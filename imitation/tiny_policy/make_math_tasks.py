@@ -1,16 +1,15 @@
 """Write the bundled task: `math_tasks.jsonl` (training) and `math_tasks_heldout.jsonl` (evaluation).
 
 No question is in both files, or in the warm start of the tiny policy, also up to the order of commuting terms:
-`pool` of tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
+`pool` of arithmetic_grammar.py assigns every sum to exactly one of the three.
 
-    python data/make_math_tasks.py     # a few seconds; the same bytes every time
+    python imitation/tiny_policy/make_math_tasks.py     # a few seconds; the same bytes every time
 """
 
-import json
 import random
-from pathlib import Path
 
-from tasks.grammars.arithmetic_grammar import KINDS, draw_question, to_row
+from arithmetic_grammar import KINDS, draw_question, to_row
+from data_files import write_rows
 
 SEED = 20260101
 
@@ -28,14 +27,5 @@ def make_rows(only_pool: str, num_rows: int) -> list[dict]:
     return list(rows.values())
 
 
-def main() -> None:
-    here = Path(__file__).parent
-    for name, only_pool, num_rows in (("math_tasks", "train", 4096), ("math_tasks_heldout", "heldout", 512)):
-        rows = make_rows(only_pool, num_rows)
-        path = here / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_rows({"math_tasks": make_rows("train", 4096), "math_tasks_heldout": make_rows("heldout", 512)})

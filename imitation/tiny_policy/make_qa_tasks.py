@@ -8,14 +8,13 @@ The names of the 400 occur in no training question and in none of its documents,
 lessons of the tiny policy. A third of the questions needs two documents, one after the other. No question is in both
 files.
 
-    python data/make_qa_tasks.py     # a second; the same bytes every time
+    python imitation/tiny_policy/make_qa_tasks.py     # a second; the same bytes every time
 """
 
-import json
 import random
-from pathlib import Path
 
-from tasks.grammars.world_grammar import World, document, draw_question, make_world
+from data_files import write_rows
+from world_grammar import World, document, draw_question, make_world
 
 SEED = 20261122
 NUM_ENTITIES = {"train": 1600, "heldout": 400}
@@ -59,15 +58,7 @@ def make_questions(worlds: dict[str, World]) -> tuple[list[dict], list[dict]]:
     return [draw("train") for _ in range(NUM_TRAINING)], held_out
 
 
-def main() -> None:
-    here, worlds = Path(__file__).parent, make_worlds()
-    training, held_out = make_questions(worlds)
-    files = {"qa_documents": make_documents(worlds), "qa_tasks": training, "qa_tasks_heldout": held_out}
-    for name, rows in files.items():
-        path = here / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows")
-
-
 if __name__ == "__main__":
-    main()
+    worlds = make_worlds()
+    training, held_out = make_questions(worlds)
+    write_rows({"qa_documents": make_documents(worlds), "qa_tasks": training, "qa_tasks_heldout": held_out})

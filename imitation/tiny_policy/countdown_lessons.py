@@ -19,10 +19,10 @@ import random
 from collections.abc import Iterator
 
 import torch
+from countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
 
 from common.policy import Policy
 from tasks.arithmetic import messages
-from tasks.grammars.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
 
 MAX_TRIES = 8
 SPREAD = 20.0  # lesson 3: a value is drawn in proportion to exp(-|value - target| / SPREAD)

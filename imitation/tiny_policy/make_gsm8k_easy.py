@@ -1,6 +1,6 @@
 """Write gsm8k_easy.jsonl and gsm8k_easy_heldout.jsonl: the easiest questions of GSM8K's published training file.
 
-    python data/make_gsm8k_easy.py gsm8k/train.jsonl
+    python imitation/tiny_policy/make_gsm8k_easy.py gsm8k/train.jsonl
 
 A question is easy if it has at most 120 characters and its published solution computes at most two numbers (it has one
 or two `<<...>>`). The training file has 301 of them. The first 205 are for training, and the other 96 are held out;
@@ -14,7 +14,8 @@ import json
 import sys
 from pathlib import Path
 
-DATA = Path(__file__).resolve().parent
+from data_files import DATA
+
 NUM_TRAIN = 205
 
 

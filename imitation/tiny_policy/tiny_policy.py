@@ -9,8 +9,7 @@ import random
 from pathlib import Path
 
 import torch
-
-from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
+from arithmetic_grammar import KINDS, draw_question, render
 
 VOCAB_SIZE = 1024
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

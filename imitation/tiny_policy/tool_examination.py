@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from tool_lessons import copying_row, search_in
+from world_grammar import draw_question, make_world, to_row
 
 from common.chat import decode, encode_chat, encode_observation, encode_prompt
 from common.evaluate import EVALUATION, mean
@@ -22,7 +23,6 @@ from common.tools import ToolCall, call_tool, parse_calls, schemas
 from common.tools import calculator as calculate
 from common.trajectory import Trajectory
 from tasks import arithmetic, calculator
-from tasks.grammars.world_grammar import draw_question, make_world, to_row
 
 from harness.data.data import read_rows
 

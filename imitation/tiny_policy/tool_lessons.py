@@ -20,15 +20,15 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
+import world_grammar
+from arithmetic_grammar import KINDS, draw_question, render
+from calculator_grammar import draw_calculator_question
 from torch.nn.functional import normalize
 from warm_start import COPY_FRAMES, answer_in_some_style, expression_as_asked, reasoned_answer, symbols
+from world_grammar import CAPITALS, FIRST_SYLLABLES, SECOND_SYLLABLES, World
 
 from common.policy import Policy
 from common.tools import calculator, call_tool, parse_calls, schemas
-from tasks.grammars import world_grammar
-from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
-from tasks.grammars.calculator_grammar import draw_calculator_question
-from tasks.grammars.world_grammar import CAPITALS, FIRST_SYLLABLES, SECOND_SYLLABLES, World
 
 # Lesson 1: the copied text
 EXPRESSION_SHARE = 0.15  # sums of the calculator; the other rows copy one to three names

@@ -6,20 +6,18 @@ so sums of eight to ten are longer than any that it was taught. The lengths take
 all of them equally, and `--at-most num_terms=7` keeps five to seven. docs/what_rl_teaches.md uses them.
 
 No sum is in both files, in the bundled task's files, or in the warm start, also up to the order of commuting terms:
-`pool` of tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
+`pool` of arithmetic_grammar.py assigns every sum to exactly one of the three.
 
-    python data/make_long_sums.py     # seconds; the same bytes every time
+    python imitation/tiny_policy/make_long_sums.py     # seconds; the same bytes every time
 """
 
-import json
 import random
-from pathlib import Path
 
-from tasks.grammars.arithmetic_grammar import draw_question, to_row
+from arithmetic_grammar import draw_question, to_row
+from data_files import write_rows
 
 SEED = 20260102
 LENGTHS = range(5, 11)
-FILES = {"long_sums": ("train", 512), "long_sums_heldout": ("heldout", 128)}  # name: pool, rows of each length
 
 
 def make_rows(only_pool: str, num_rows: int) -> list[dict]:
@@ -35,14 +33,5 @@ def make_rows(only_pool: str, num_rows: int) -> list[dict]:
     return list(rows.values())
 
 
-def main() -> None:
-    here = Path(__file__).parent
-    for name, (only_pool, num_rows) in FILES.items():
-        rows = make_rows(only_pool, num_rows)
-        path = here / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_rows({"long_sums": make_rows("train", 512), "long_sums_heldout": make_rows("heldout", 128)})

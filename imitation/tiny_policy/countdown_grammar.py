@@ -1,6 +1,6 @@
 """The grammar of Countdown's problems, and of tries at them. It makes data; reinforcement learning does not use it.
 
-`data/make_countdown_tasks.py` draws the problems of the task from it, and `experiment_sft` the problems of its lessons.
+`make_countdown_tasks.py` draws the problems of the task from it, and `countdown_lessons.py` those of its lessons.
 
 A try combines three numbers in two steps. In a sum or a product the larger number comes first; no step is negative or
 leaves the integers, divides by 1, or subtracts a number from itself.

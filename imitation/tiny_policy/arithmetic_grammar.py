@@ -1,6 +1,6 @@
 """The grammar of the bundled arithmetic questions. It is used to make data; reinforcement learning does not read it.
 
-`data/make_math_tasks.py` draws the questions of the task from it, and `experiment_sft` the questions of the warm start.
+`make_math_tasks.py` draws the questions of the task from it, and `warm_start.py` the questions of the warm start.
 """
 
 import hashlib

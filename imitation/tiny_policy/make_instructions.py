@@ -7,14 +7,14 @@ Half of the held-out rows ask for known kinds of instructions on topics that tra
 "topics"). The other half ask for kinds that training does not know (`split` is "kinds"). The two take turns. Every row
 has a solution.
 
-    python data/make_instructions.py     # a second; the same bytes every time
+    python imitation/tiny_policy/make_instructions.py     # a second; the same bytes every time
 """
 
-import json
 import random
-from pathlib import Path
 
-from tasks.grammars.instructions_grammar import HELD_OUT, TOPICS, TRAINED, draw_row
+from data_files import write_rows
+from instructions_grammar import HELD_OUT, TOPICS, TRAINED, draw_row
+
 from tasks.instructions import solution
 
 SEED = 20260104
@@ -33,18 +33,15 @@ def make_rows(split: str, topics: list[str], rules: list[str], num_rows: int, is
 
 
 def main() -> None:
-    here = Path(__file__).parent
     held_out = TOPICS[4::5]
     known = [topic for topic in TOPICS if topic not in held_out]
     files = {}
     for name, is_short in (("instructions", False), ("instructions_short", True)):
         topics = make_rows("topics", held_out, TRAINED, 128, is_short)
         kinds = make_rows("kinds", held_out, HELD_OUT, 128, is_short)
-        files[f"{name}.jsonl"] = make_rows("train", known, TRAINED, 1024, is_short)
-        files[f"{name}_heldout.jsonl"] = [row for pair in zip(topics, kinds, strict=True) for row in pair]
-    for name, rows in files.items():
-        (here / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{here / name}: {len(rows)} rows")
+        files[name] = make_rows("train", known, TRAINED, 1024, is_short)
+        files[f"{name}_heldout"] = [row for pair in zip(topics, kinds, strict=True) for row in pair]
+    write_rows(files)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The grammar of the calculator's questions: sums that the tiny policy cannot do in its head, and some easy sums.
 
-`data/make_calculator_tasks.py` draws the questions of the task from it, and `experiment_sft` the questions of its
+`make_calculator_tasks.py` draws the questions of the task from it, and `tool_lessons.py` the questions of its
 lessons. Terms, wordings and pools are the same as for the bundled arithmetic questions; only the numbers are larger.
 """
 
 import random
 
-from tasks.grammars.arithmetic_grammar import Question, Term, draw_question, pool, render
+from arithmetic_grammar import Question, Term, draw_question, pool, render
 
 MAX_RESULT = 99_999_999  # eight digits, also for every running total
 

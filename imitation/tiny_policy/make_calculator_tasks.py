@@ -1,16 +1,15 @@
 """Write the calculator's task: `calculator_tasks.jsonl` (training) and `calculator_tasks_heldout.jsonl` (evaluation).
 
 No question is in both files, or in the lessons of the tiny policy, also up to the order of commuting terms: `pool` of
-tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
+arithmetic_grammar.py assigns every sum to exactly one of the three.
 
-    python data/make_calculator_tasks.py     # a few seconds; the same bytes every time
+    python imitation/tiny_policy/make_calculator_tasks.py     # a few seconds; the same bytes every time
 """
 
-import json
 import random
-from pathlib import Path
 
-from tasks.grammars.calculator_grammar import KINDS, draw_calculator_question, to_row
+from calculator_grammar import KINDS, draw_calculator_question, to_row
+from data_files import write_rows
 
 SEED = 20260102
 
@@ -26,14 +25,5 @@ def make_rows(only_pool: str, num_rows: int) -> list[dict]:
     return list(rows.values())
 
 
-def main() -> None:
-    here = Path(__file__).parent
-    for suffix, only_pool, num_rows in (("", "train", 3840), ("_heldout", "heldout", 512)):
-        rows = make_rows(only_pool, num_rows)
-        path = here / f"calculator_tasks{suffix}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_rows({"calculator_tasks": make_rows("train", 3840), "calculator_tasks_heldout": make_rows("heldout", 512)})

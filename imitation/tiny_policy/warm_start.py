@@ -18,8 +18,9 @@ but not which style pays. All questions come from the pool "warm_start", which s
 import random
 from collections.abc import Iterator
 
+from arithmetic_grammar import KINDS, Question, draw_question, render
+
 from tasks.arithmetic import messages
-from tasks.grammars.arithmetic_grammar import KINDS, Question, draw_question, render
 
 Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
 
@@ -41,16 +42,16 @@ def conversations(num_copying: int, num_reasoning: int, num_answering: int, seed
     kinds, weights = list(KINDS), list(KINDS.values())
     for _ in range(num_copying):
         question = draw_question(rng, rng.choices(kinds, weights)[0], "warm_start")
-        yield _conversation(rng.choice(COPY_FRAMES).format(expression_as_asked(question)), symbols(question))
+        yield conversation(rng.choice(COPY_FRAMES).format(expression_as_asked(question)), symbols(question))
     for _ in range(num_reasoning):
         is_long = rng.random() < LONG_SHARE
         kind = rng.choice(LONG_KINDS) if is_long else rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
-        yield _conversation(render(question), reasoned_answer(question, rng))
+        yield conversation(render(question), reasoned_answer(question, rng))
     for _ in range(num_answering):
         kind = rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
-        yield _conversation(render(question), answer_in_some_style(question, kind, rng))
+        yield conversation(render(question), answer_in_some_style(question, kind, rng))
 
 
 def answer_in_some_style(question: Question, kind: Kind, rng: random.Random) -> str:
@@ -69,7 +70,7 @@ def reasoned_answer(question: Question, rng: random.Random) -> str:
 def symbols(question: Question) -> str:
     """The sum as the reasoning writes it.
 
-    >>> from tasks.grammars.arithmetic_grammar import Term
+    >>> from arithmetic_grammar import Term
     >>> symbols(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '47+7*8-18'
     """
@@ -80,7 +81,7 @@ def symbols(question: Question) -> str:
 def step_by_step(question: Question) -> str:
     """One step per operation, from left to right.
 
-    >>> from tasks.grammars.arithmetic_grammar import Term
+    >>> from arithmetic_grammar import Term
     >>> step_by_step(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '7*8=56 47+56=103 103-18=85'
     """
@@ -120,5 +121,5 @@ def expression_as_asked(question: Question) -> str:
     return words.removeprefix("What is ").removesuffix("?")
 
 
-def _conversation(user: str, assistant: str) -> dict:
+def conversation(user: str, assistant: str) -> dict:
     return {"messages": [*messages({"question": user}), {"role": "assistant", "content": assistant}]}

@@ -1,0 +1,391 @@
+"""The lessons of the bundled policies: those about tools, and those about Countdown, in which every line is true.
+
+Tokens that decide a search weigh more; how the policies are examined, and what the bundled ones can do.
+"""
+
+import itertools
+import random
+import re
+import runpy
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import arithmetic_grammar
+import data_files
+import pytest
+import tool_examination as examination
+import torch
+import world_grammar
+from countdown_grammar import MAX_TARGET, Problem, pool, tries
+from countdown_lessons import EMPHASIS
+from emphasis import WeightedRow, emphasise, read_weighted
+from run_files import json_of, read_lines, rows_of
+from tool_examination import Talk, describe
+
+from common.errors import UserError
+from common.evaluate import evaluate
+from common.policy import Policy
+from common.tools import ToolCall, calculator, parse_calls
+from tasks import countdown
+
+from harness.base.config import BUNDLED, PolicyConfig
+from harness.data.data import read_rows
+from harness.models.loading import load_policy
+
+pytestmark = pytest.mark.all_questions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def make(load_script) -> ModuleType:
+    return load_script("imitation/tiny_policy/make_policy.py")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load_policy(PolicyConfig(device="cpu"))
+
+
+def asked_and_said(asked: str, said: str) -> dict:
+    """A row of one question and its answer."""
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+
+
+# Some tokens weigh more ----------------------------------------------------------------------------------------------
+
+SEARCHES = [  # with the texts of the verdicts, which have larger weights
+    (asked_and_said("Make 37<55 from 1.", "(7*5)+2=35+2=37<100"), "37<100"),
+    (
+        asked_and_said("Make it.", "<think>12-(5*2)=12-10=2<24 (12*5)-2=60-2=58=58</think><answer>(12*5)-2</answer>"),
+        "2<2458=58",
+    ),
+    (asked_and_said("Make it.", "<think>12-(5*2)=12-10=2<24 "), "2<24"),
+]
+
+
+@pytest.fixture
+def rows(make, policy) -> list[WeightedRow]:
+    """The searches as rows with weights."""
+    encoded = make.encode_rows(make.Config(), policy, [row for row, _ in SEARCHES], "")
+    return [emphasise(policy.tokenizer, row, EMPHASIS) for row in encoded]
+
+
+@pytest.fixture
+def update(make, policy):
+    """One update that moves nothing: its metrics, and the gradient of the policy."""
+
+    def update(rows: list[WeightedRow], read=read_weighted, **settings) -> tuple[dict, list[torch.Tensor]]:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        metrics = make.sft.update(make.Config(**settings), policy, optimizer, read(policy, rows))
+        return metrics, [parameter.grad.clone() for parameter in policy.parameters()]
+
+    return update
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 256])
+def test_the_loss_is_the_weighted_mean_over_all_spoken_tokens(policy, rows, update, micro_batch_size):
+    """Loss and gradient equal a slow loop's."""
+    policy.zero_grad()
+    loss = weight_sum = 0.0
+    for row in rows:
+        log_probs = policy.model(torch.tensor([row.ids])).logits[0].log_softmax(dim=-1)
+        for position, (token, weight, flag) in enumerate(zip(row.ids, row.weights, row.action_mask, strict=True)):
+            if flag:
+                loss, weight_sum = loss - weight * log_probs[position - 1, token], weight_sum + weight
+    (loss / weight_sum).backward()
+    expected = [parameter.grad.clone() for parameter in policy.parameters()]
+    metrics, found = update(rows, micro_batch_size=micro_batch_size, max_grad_norm=1e9)
+    assert metrics["loss/total"] == pytest.approx((loss / weight_sum).item(), rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_of_1_change_no_bit(make, rows, update):
+    for row in rows:
+        row.weights = [1.0] * len(row.ids)
+    results = [update(rows, read, micro_batch_size=2) for read in (read_weighted, make.sft.read)]
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+def test_verdicts_and_answers_are_emphasised(policy, rows):
+    for row, (messages, verdicts) in zip(rows, SEARCHES, strict=True):
+        pieces = [policy.tokenizer.decode([token]) for token in row.ids]
+        weighted = list(zip(pieces, row.weights, row.action_mask, strict=True))
+        text = {wanted: "".join(piece for piece, weight, _ in weighted if weight == wanted) for wanted in (5, 2, 0)}
+        said = messages["messages"][1]["content"]
+        assert text == {
+            5: verdicts,
+            2: "".join(re.findall("<answer>.*", said)),
+            0: " <|im_end|>" if said.endswith(" ") else "",  # a search that was cut off does not end here
+        }
+        assert {weight for _, weight, flag in weighted if not flag} == {1}
+
+
+# The examination, and a new policy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_examination_is_of_heldout_questions_free_and_forced(make, policy, monkeypatch):
+    """Forced to reason first, the bundled policy is right far more often."""
+    asked = []
+    evaluate = make.evaluate
+
+    def keep(policy, questions, *arguments, **settings):
+        asked.append([row["question"] for row in questions])
+        return evaluate(policy, questions, *arguments, **settings)
+
+    monkeypatch.setattr(make, "evaluate", keep)
+    found = make.examine(make.Config(eval_prompts=24), policy)
+    heldout = [row["question"] for row in read_lines(make.arithmetic.EVAL_DATA)[:24]]
+    assert asked == [heldout, heldout]
+    assert (found["eval_forced/sampled/reasoned"], found["eval_forced/greedy/reasoned"]) == (1.0, 1.0)
+    assert found["eval/sampled/reasoned"] < 0.5
+    assert found["eval_forced/sampled/accuracy"] > found["eval/sampled/accuracy"] + 0.2
+
+
+def test_a_new_policy_and_its_lessons_depend_on_the_seed(make):
+    def weights(seed: int, attn_implementation: str) -> torch.Tensor:
+        flags = {"seed": seed, "attn_implementation": attn_implementation}
+        model = make.new_policy(make.Config(device="cpu", dtype="float32", **flags)).model
+        assert model.config._attn_implementation.startswith(attn_implementation)
+        return torch.cat([weight.flatten() for weight in model.parameters()])
+
+    first = weights(3, "sdpa")
+    assert torch.equal(first, weights(3, "eager"))
+    assert not torch.equal(first, weights(4, "sdpa"))
+    sizes = {"num_copying": 20, "num_reasoning": 20, "num_answering": 20}
+    for name in ("arithmetic", "tools", "countdown"):
+        taught, again, other = (make.make_rows(make.Config(lessons=name, seed=seed, **sizes)) for seed in (3, 3, 4))
+        assert taught == again
+        assert not [row for row in other if row in taught]
+
+
+# The lessons about tools ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool_rows(make) -> list[list[dict]]:
+    """150, 300 and 600 rows of the three lessons about tools."""
+    sizes = (150, 300, 600)
+    rows = list(make.tool_conversations(*sizes, seed=3))
+    return [rows[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(3)]
+
+
+def texts(row: dict, role: str) -> list[str]:
+    return [turn["content"] for turn in row["messages"] if turn["role"] == role]
+
+
+def share(flags: list[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def test_lessons_about_tools_ask_nothing_that_is_rewarded_later(tool_rows):
+    """Every name, and every sum in a call, belongs to the pool of the warm start."""
+    of_others, calls = {*world_grammar.names("train"), *world_grammar.names("heldout")}, 0
+    for row in (row for lesson in tool_rows for row in lesson):
+        words = {word for turn in row["messages"] for word in re.findall(r"\w+", turn["content"])}
+        assert not words & of_others
+        for call in (call for text in texts(row, "assistant") for call in parse_calls(text, "hermes")[0]):
+            found = re.findall(r"([+-]?)(\d[\d*]*)", call.arguments.get("expression", ""))
+            terms = [arithmetic_grammar.Term(-1 if s == "-" else 1, tuple(map(int, x.split("*")))) for s, x in found]
+            assert not terms or arithmetic_grammar.pool(arithmetic_grammar.Question(tuple(terms))) == "warm_start"
+            calls += bool(terms)
+    assert calls > 100
+
+
+def test_the_second_lesson_always_calls_and_reads(tool_rows):
+    """Its answer is in the last tool result; without a call there is reasoning."""
+    for row in tool_rows[1]:
+        *_, answer = texts(row, "assistant")
+        if results := texts(row, "tool"):
+            (wanted,) = re.findall("<answer>(.*)</answer>", answer)
+            assert wanted in re.findall(r"\w+", results[-1])
+        else:
+            assert answer.startswith("<think>")
+    assert 0.65 < share([bool(texts(row, "tool")) for row in tool_rows[1]]) < 0.85
+
+
+def test_malformed_calls_get_errors_and_few_are_learned(tool_rows):
+    learned, masked, recovered = 0, 0, 0
+    for row in (row for lesson in tool_rows[1:] for row in lesson):
+        messages = row["messages"]
+        for turn, following in pairwise(messages):
+            if following["role"] == "tool" and following["content"].startswith("error:"):
+                learned, masked = learned + ("weight" not in turn), masked + (turn.get("weight") == 0)
+        recovered += bool(texts(row, "tool")) and not texts(row, "tool")[-1].startswith("error:")
+        assert messages[-1]["role"] == "assistant"
+        assert "weight" not in messages[-1]
+    assert recovered == sum(bool(texts(row, "tool")) for row in tool_rows[1] + tool_rows[2])
+    assert 0.02 < masked / recovered < 0.08
+    assert 0 < learned < masked
+
+
+def test_renewed_embeddings_can_be_told_apart(make):
+    """Only the names' tokens change. A capital is about equally frequent with and without a space in front."""
+    policy = load_policy(PolicyConfig(device="cpu"))
+    weights = policy.model.get_input_embeddings().weight
+    old = weights.detach().clone()
+    before, after = make.renew_collapsed_embeddings(policy, seed=1)
+    new = weights.detach().clone()
+    assert before > 0.9
+    assert after < 0.6
+
+    def tokens(names) -> list[int]:
+        return [token for name in names for token in policy.tokenizer.encode(name)]
+
+    syllables = tokens({*world_grammar.FIRST_SYLLABLES, *world_grammar.SECOND_SYLLABLES})
+    capitals = list(zip(tokens(world_grammar.CAPITALS), tokens(f" {c}" for c in world_grammar.CAPITALS), strict=True))
+    changed = (new != old).any(dim=1).nonzero()[:, 0].tolist()
+    assert sorted(changed) == sorted([*syllables, *(token for pair in capitals for token in pair)])
+    digits = new[policy.tokenizer.encode("0123456789")]
+    mean, scale = digits.mean(dim=0), (digits - digits.mean(dim=0)).norm(dim=1).mean()
+    lengths = (new[syllables] - mean).norm(dim=1) / scale
+    assert lengths.mean().item() == pytest.approx((1 + 0.6**2) ** 0.5, rel=0.05)
+    apart = [(new[bare] - new[spaced]).norm() / scale for bare, spaced in capitals]
+    assert sum(apart) / len(apart) == pytest.approx(0.5 * 2**0.5, rel=0.2)
+
+    assert make.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing is collapsed any more
+    assert torch.equal(weights, new)
+
+
+def test_flags_of_the_lessons_about_tools_that_do_not_fit_are_refused(make):
+    for flags in ("--lessons tools --model new", "--embeddings random", "--embeddings random --model tiny"):
+        with pytest.raises(UserError, match=r"--lessons tools"):
+            make.main(flags.split())
+
+
+def test_the_policy_with_tools_is_able_and_mostly_does_not_call():
+    """Greedily it calls nothing; forced to begin with a call, it computes, and finds facts that it has never read."""
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
+    sums = read_lines(examination.calculator.EVAL_DATA)[:16]
+    world = world_grammar.make_world(random.Random(0), 100, "heldout")
+    searches = [world_grammar.to_row(world_grammar.draw_question(random.Random(n), world, 1)) for n in range(16)]
+    for rows, tools in ((sums, {"calculator": calculator}), (searches, {"search": examination.search_in(world)})):
+        settings = {"group_size": 1, "seed": 0, "greedy": True}
+        talks, forced = (
+            examination.converse(policy, rows, tools, prefix=prefix, **settings) for prefix in ("", "<tool_call>")
+        )
+        assert not any(talk.calls for talk in talks)
+        assert share([talk.is_right for talk in forced]) > 0.8
+
+
+def test_the_examination_tells_a_right_call_from_a_copied_result():
+    row, call = {"answer": "391"}, ToolCall("calculator", {})
+    talks = [
+        Talk(row, [call], [("391", True)], ["", "<answer>391</answer>"]),
+        Talk(row, [call], [("40", True)], ["", "<answer>40</answer>"]),
+        Talk(row, [call], [("40", True)], ["", "<answer>391</answer>"]),
+        Talk(row, said=["<answer>391</answer>"]),
+    ]
+    found = describe(talks, group_size=2)
+    assert (found["called"], found["groups_with_a_call"], found["groups_with_both"]) == (0.75, 1, 0.5)
+    assert (found["first_call_right"], found["result_copied"]) == (1 / 3, 2 / 3)
+    assert (found["accuracy"], found["accuracy_called"], found["accuracy_unaided"]) == (0.75, 2 / 3, 1)
+
+
+def test_the_bundled_policies_are_small_and_speak_alike():
+    folders = [BUNDLED[name] for name in ("tiny", "tiny_tools", "tiny_countdown")]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 16e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1
+
+
+# The lessons about Countdown ------------------------------------------------------------------------------------------
+
+ASKED = re.compile(r"(Make|Try) (\d+) from (\d+), (\d+), (\d+)\.")
+NUM_ROWS = 250  # per lesson
+
+
+@pytest.fixture(scope="module")
+def searches(make) -> list[tuple[str, Problem, str]]:
+    """`NUM_ROWS` of each lesson: verb, problem, and the assistant's text."""
+    found = []
+    for row in make.countdown_conversations(NUM_ROWS, NUM_ROWS, NUM_ROWS, seed=1):
+        user, assistant = row["messages"]
+        verb, target, *nums = ASKED.fullmatch(user["content"]).groups()
+        problem = Problem(tuple(map(int, nums)), int(target))
+        found.append((verb, problem, assistant["content"]))
+    return found
+
+
+def read_line(line: str, problem: Problem) -> tuple[str, int, str]:
+    """Expression, value and relation of a try; another evaluator has checked all its claims."""
+    expression, step, value, relation, target = re.fullmatch(r"([^=]+)=([^=]+)=(\d+)([<>=])(\d+)", line).groups()
+    exact, used = countdown.read_expression(expression)
+    assert sorted(used) == sorted(problem.nums)
+    assert exact == int(value) == countdown.read_expression(step)[0]
+    inner = re.search(r"\((\d+)([-+*/])(\d+)\)", expression)[0]
+    assert expression.replace(inner, str(countdown.read_expression(inner)[0])) == step
+    assert int(target) == problem.target
+    assert {"<": int(value) < int(target), ">": int(value) > int(target), "=": value == target}[relation]
+    return expression, int(value), relation
+
+
+def test_every_line_of_the_lessons_is_true(searches):
+    relations, num_tries = Counter(), set()
+    for verb, problem, said in searches[:NUM_ROWS]:
+        assert verb == "Try"
+        relations[read_line(said, problem)[2]] += 1
+    assert min(relations.values()) > NUM_ROWS / 5  # each of < > = is taught
+    for verb, problem, said in searches[NUM_ROWS:]:
+        thought, end, answer = said.removeprefix("<think>").partition("</think>")
+        lines = [read_line(line, problem) for line in thought.split()]
+        num_tries.add(len(lines))
+        assert verb == "Make"
+        assert len({value for _, value, _ in lines}) == len(lines)  # nothing is tried twice
+        assert "=" not in [relation for *_, relation in lines[:-1]]
+        reward = countdown.reward({"nums": problem.nums, "target": problem.target}, said)
+        assert (reward["correct"], reward["answered"]) == ((1, 1) if end else (0, 0))
+        if end:
+            assert answer == f"<answer>{lines[-1][0]}</answer>"
+        else:  # cut off
+            assert (len(lines), lines[-1][2] != "=") == (8, True)
+    assert num_tries == set(range(1, 9))
+
+
+def test_problems_of_the_files_and_the_lessons_are_disjoint(searches, tmp_path, monkeypatch):
+    """The script reproduces the files."""
+    monkeypatch.setattr(data_files, "DATA", tmp_path)
+    runpy.run_path(str(ROOT / "imitation" / "tiny_policy" / "make_countdown_tasks.py"), run_name="__main__")
+    sets = [{(tuple(sorted(problem.nums)), problem.target) for _, problem, _ in searches}]
+    for file, only_pool in ((countdown.TRAIN_DATA, "train"), (countdown.EVAL_DATA, "heldout")):
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes()
+        problems = read_lines(file)
+        sets.append({(tuple(sorted(row["nums"])), row["target"]) for row in problems})
+        assert len(sets[-1]) == len(problems)
+        assert all(1 <= row["target"] <= MAX_TARGET and row["num_numbers"] == 3 for row in problems)
+        assert {pool(Problem(tuple(row["nums"]), row["target"])) for row in problems} == {only_pool}
+        assert all(row["target"] in tries(tuple(row["nums"])) for row in problems)
+    assert [len(found) for found in sets[1:]] == [2048, 512]
+    assert all(first.isdisjoint(second) for first, second in itertools.combinations(sets, 2))
+
+
+@pytest.mark.slow
+def test_lessons_of_countdown_run_and_are_examined(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--num-copying", "20", "--num-reasoning", "20", "--num-answering", "0", "--tokens-per-batch", "2048")
+    flags = ("--lr", "1e-4", "--eval-prompts", "2", "--device", "cpu", "--name", "a")
+    make.main(["--model", "tiny", "--lessons", "countdown", *sizes, *flags])
+    directory = tmp_path / "runs" / "tiny_policy" / "a"
+    losses = [row["loss/total"] for row in rows_of(directory)]
+    assert len(losses) == 3
+    assert max(losses) < 10
+    summary = json_of(directory / "summary.json")
+    assert 0 <= summary["eval/sampled/pass@8"] <= 1
+    assert not any(name.startswith("eval_forced") for name in summary)
+    renewed = load_policy(PolicyConfig(device="cpu", model=str(directory / "final")))
+    embeddings = renewed.model.get_input_embeddings().weight
+    less, more = renewed.tokenizer.encode("<>", add_special_tokens=False)
+    assert torch.cosine_similarity(embeddings[less], embeddings[more], dim=0) < 0.5  # they were 0.99
+
+
+@pytest.mark.slow
+def test_the_bundled_policy_searches():
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_countdown"))
+    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[:24]
+    metrics = evaluate(policy, rows, countdown, max_new_tokens=96, num_samples=2, generation_batch_size=64).metrics
+    assert 0.2 < metrics["sampled/accuracy"] < 0.7  # there is something to train on, and something to learn
+    assert metrics["sampled/false_claim"] < 0.1
