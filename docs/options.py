@@ -45,11 +45,14 @@ def page() -> str:
     for name, module in programs.items():
         own = getattr(module, "Config", None) or module.Command
         bases = [base for base in own.__mro__[1:] if dataclasses.is_dataclass(base)]
+        parents = [sys.modules[base.__module__].__file__ for base in bases if base.__name__ == own.__name__]  # programs
+        bases = [base for base in bases if base.__name__ != own.__name__]
         shared |= dict.fromkeys(reversed(bases))
         parts.append(f"\n### {name}\n\n{(module.__doc__ or '').strip().partition(chr(10))[0]}\n")
         if bases:
-            links = ", ".join(f"[{base.__name__}](#{base.__name__.lower()})" for base in bases)
-            parts.append(f"\nAlso the options of {links}.\n")
+            links = [f"`{Path(file).relative_to(ROOT).as_posix()}`" for file in parents]
+            links += [f"[{base.__name__}](#{base.__name__.lower()})" for base in bases]
+            parts.append(f"\nAlso the options of {', '.join(links)}.\n")
         parts.append(table(own))
     classes = ["\n## Classes of settings\n"]
     for kind in shared:
