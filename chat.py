@@ -26,13 +26,13 @@ from rich.text import Text
 from common.calculator_tool import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.errors import UserError
-from common.fast.cache import RowCache
-from common.fast.kept_rows import KeptRows
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows, next_logits
 from common.search import Hit, Searcher, SearchError
 from common.tools import call_form, call_tool, parse_calls, schemas
 from common.trajectory import Trajectory
+from fast.cache import RowCache
+from fast.kept_rows import KeptRows
 
 from harness.base.checks import check_model
 from harness.base.config import RESOLVED, Count, InputPath, LocalPath, ModelConfig, Positive, Share

@@ -4,7 +4,7 @@
     python export.py runs/experiment_base/<name> --merge --dtype bfloat16 --output my-model
     python export.py runs/experiment_base/<name> --quantize 4bit
     python export.py runs/experiment_base/<name> --merge --push owner/name --private
-    python export.py assets/tiny_policy --push owner/name               # a bundled policy, as it is
+    python export.py data/policies/tiny_policy --push owner/name               # a bundled policy, as it is
 
 The exported model loads with plain transformers. It answers held-out questions greedily as the trained policy does, and
 the program checks this before it uploads anything. docs/export.md lists the files.

@@ -28,6 +28,8 @@ from viewer.results import KeptRun, keep_runs, read_runs
 from viewer.runs import rolling_means
 from viewer.save_figure import save_figure
 
+from harness.base.places import current_name, train_file
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms"
 PICTURE = ROOT / "docs" / "algorithms.png"
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def place_of(config: Config, work: str, seed: int, name: str) -> Path:
     """The directory of a run of an algorithm or a variant."""
-    return Path(config.runs_dir) / f"experiment_{name.partition('-')[0]}" / f"{name}-{work}-seed{seed}"
+    return Path(config.runs_dir) / current_name(f"experiment_{name.partition('-')[0]}") / f"{name}-{work}-seed{seed}"
 
 
 def train(config: Config, work: str, seed: int, name: str) -> None:
@@ -112,7 +114,7 @@ def train(config: Config, work: str, seed: int, name: str) -> None:
     flags = WORK[work] | more | {"seed": seed, "name": place.name, "runs-dir": config.runs_dir}
     flags |= {key: str(ROOT / flags[key]) for key in ("data", "eval-data") if key in flags}
     flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
-    command = [sys.executable, str(ROOT / place.parent.name / "train.py")]
+    command = [sys.executable, str(ROOT / train_file(place.parent.name))]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     environment, began = {**os.environ, "OMP_NUM_THREADS": "1"}, time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:

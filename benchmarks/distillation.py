@@ -1,11 +1,11 @@
-"""The runs of experiment_distill/README.md: five seeds of each, some with a part of train.py replaced.
+"""The runs of imitation/distill/README.md: five seeds of each, some with a part of train.py replaced.
 
     python benchmarks/distillation.py                                # all runs: about two hours of one core
     python benchmarks/distillation.py --only distill grpo --seeds 0  # a part of them
     python benchmarks/distillation.py --table-only                   # the tables, from the committed data
 
 The student of `half` is smaller: half of the layers of the bundled policy, taught again by make_policy.py. Runs that
-already exist are not repeated, and results of missing ones are kept. Writes experiment_distill/results/, and prints the
+already exist are not repeated, and results of missing ones are kept. Writes imitation/distill/results/, and prints the
 tables of the README.
 """
 
@@ -41,14 +41,14 @@ from harness.base.config import TINY_POLICY
 from harness.data.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPERIMENT = ROOT / "experiment_distill"
+EXPERIMENT = ROOT / "imitation/distill"
 RESULTS = EXPERIMENT / "results"
 COLUMNS = (
     "reward/correct", "completion/reasoned", "completion/length", "teacher/kl", "loss/grad_norm", "policy/entropy",
     "policy/token_advantage", "eval/greedy/accuracy", "eval/sampled/accuracy", "eval/sampled/reasoned", "time/step",
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/reasoned", "sampled/length", "greedy/accuracy")  # of an evaluation
-DISTILL, GRPO, SFT = "experiment_distill", "experiment_accelerate", "experiment_sft"
+DISTILL, GRPO, SFT = "imitation/distill", "experiment_accelerate", "imitation/sft"
 MAKE, MADE = "imitation/tiny_policy/make_policy.py", "tiny_policy"  # where its runs go
 EXAMINED = tuple(
     f"tools/{what}" for what in ("calculator/sampled/called", "calculator/forced_sampled/accuracy",
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def place_of(config: Config, name: str, seed: int) -> Path:
-    return Path(config.runs_dir) / (RUNS[name][0] if name in RUNS else SFT) / f"{name}-seed{seed}"
+    return Path(config.runs_dir) / Path(RUNS[name][0] if name in RUNS else SFT).name / f"{name}-seed{seed}"
 
 
 def half_of(config: Config) -> Path:
@@ -305,7 +305,7 @@ def imitate(config: Config, place: Path, seed: int) -> None:
         return
     place.parent.mkdir(parents=True, exist_ok=True)
     given = {"model": "tiny_teacher", "limit": CHATS, "seed": seed, "output": chats}
-    call("experiment_sft/make_chats.py", given)
+    call("imitation/sft/make_chats.py", given)
     call(SFT, {"model": "tiny", "data": chats, "seed": seed, "name": place.name, "runs-dir": config.runs_dir})
     call("evaluate.py", {"model": place / "final", "limit": 256, "seed": seed, "output": results})
     print(place, flush=True)
@@ -313,7 +313,7 @@ def imitate(config: Config, place: Path, seed: int) -> None:
 
 def call(program: str, flags: dict[str, object]) -> None:
     """Run a program of this repository, or the train.py of an experiment."""
-    path = ROOT / program / "train.py" if program.startswith("experiment_") and "/" not in program else ROOT / program
+    path = ROOT / program / "train.py" if not program.endswith(".py") else ROOT / program
     command = [sys.executable, str(path), *words_of(flags)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:

@@ -61,7 +61,7 @@ say() {
 start_server() {
     local port flags
     port=$("$python" -c 'from harness.engines.server import free_port; print(free_port())')
-    flags=(--model assets/tiny_policy --served-model-name policy --host 127.0.0.1 --port "$port" --dtype float32
+    flags=(--model data/policies/tiny_policy --served-model-name policy --host 127.0.0.1 --port "$port" --dtype float32
         --max-model-len 512 --logprobs-mode processed_logprobs --generation-config vllm
         --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 512M)
     say '' "python -m vllm.entrypoints.openai.api_server ${flags[*]/$port/PORT}"
@@ -111,8 +111,8 @@ config = Qwen2Config(
 )
 model = Qwen2ForCausalLM(config)
 model.save_pretrained(sys.argv[1])
-GenerationConfig.from_pretrained("assets/tiny_policy").save_pretrained(sys.argv[1])
-AutoTokenizer.from_pretrained("assets/tiny_policy").save_pretrained(sys.argv[1])
+GenerationConfig.from_pretrained("data/policies/tiny_policy").save_pretrained(sys.argv[1])
+AutoTokenizer.from_pretrained("data/policies/tiny_policy").save_pretrained(sys.argv[1])
 print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters, tied: {model.config.tie_word_embeddings}")
 PYTHON
     cat >"$work/digits.py" <<'PYTHON'
@@ -153,10 +153,10 @@ train() {
     shift
     local shown=${*//$work/WORK}
     shown=${shown//$ENGINE_PYTHON/ENGINE_PYTHON}
-    say '' "python experiment_engine/train.py --name $name ${shown//$url/URL}" ''
-    run "$python" experiment_engine/train.py --name "$name" --runs-dir "$work/runs" "$@"
+    say '' "python scale/engine/train.py --name $name ${shown//$url/URL}" ''
+    run "$python" scale/engine/train.py --name "$name" --runs-dir "$work/runs" "$@"
     say ''
-    run table "$work/runs/experiment_engine/$name"
+    run table "$work/runs/engine/$name"
 }
 
 trap clean_up EXIT
@@ -176,7 +176,7 @@ steps=(--seed 0 --steps 12 --eval-every 0 --eval-prompts 32 --checkpoint-every 0
 train tiny "${steps[@]}" --engine-url "$url"
 stop_server
 
-say '' '# a freshly initialised Qwen2 (seed 0) with the tokenizer of assets/tiny_policy; the reward is the share of digits'
+say '' '# a freshly initialised Qwen2 (seed 0) with the tokenizer of data/policies/tiny_policy; the reward is the share of digits'
 run make_qwen2
 train qwen2 "${steps[@]}" --model "$work/qwen2" --task "$work/digits.py" --data data/math_tasks.jsonl \
     --max-new-tokens 48 --micro-batch-size 128 --lr 1e-3 --engine-start "$ENGINE_PYTHON"

@@ -1,7 +1,7 @@
 """How noisy the gradient of one rollout is under each baseline: the benefit of a group of completions.
 
     python benchmarks/gradient_noise.py                              # the bundled policy; 4 minutes on one core
-    python benchmarks/gradient_noise.py --model runs/experiment_reinforce/<name>/final --entry gradient_noise_after
+    python benchmarks/gradient_noise.py --model runs/reinforce/<name>/final --entry gradient_noise_after
 
 A rollout is 128 completions: one for each of 128 questions, or eight for each of 16. Its gradient is the gradient of
 the mean over completions of the sum over tokens of -A log p, with A = R - baseline. Over `--rollouts` rollouts of a

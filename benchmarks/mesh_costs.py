@@ -1,7 +1,7 @@
-"""Costs and savings of experiment_mesh on each rank, and the damage of a log_softmax over a rank's own logits.
+"""Costs and savings of scale/mesh on each rank, and the damage of a log_softmax over a rank's own logits.
 
     python benchmarks/mesh_costs.py            # some minutes on two cores: measures, and prints the tables
-    python benchmarks/mesh_costs.py --draw     # from the committed data: the tables, and experiment_mesh/broken.png
+    python benchmarks/mesh_costs.py --draw     # from the committed data: the tables, and scale/mesh/broken.png
 
 Bytes are counted over the tensors that a rank has allocated; torch's dispatcher counts messages. Both are the same
 on a GPU; no time is measured. The data are the entry mesh of benchmarks/results/measurements.json.
@@ -24,10 +24,10 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.experience import collate
-from common.fast.sharded_weights import gathered_weights
 from common.logprobs import score_logits
 from common.policy import Policy
 from common.sampling import begin_rows, sample
+from fast.sharded_weights import gathered_weights
 from viewer.bands import draw_comparison
 from viewer.results import KeptRun, read_json, write_json
 from viewer.runs import Run
@@ -36,7 +36,7 @@ from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
-EXPERIMENT = ROOT / "experiment_mesh"
+EXPERIMENT = ROOT / "scale/mesh"
 MESHES = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))  # data x tensor
 SIZES = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "architectures": ["Llama"]}
@@ -187,7 +187,7 @@ PANELS = ("reward/correct", "loss/grad_norm", "loss/kl", "policy/sampling_log_pr
 def train(kind: str, seed: int, folder: Path) -> list[dict]:
     """The metrics of a run in one process; "broken": with log-probs as two ranks would compute them."""
     _start(sys.executable, __file__, kind, str(seed), str(folder))
-    rows = Run(folder / "experiment_mesh" / f"{kind}-seed{seed}").metrics.rows
+    rows = Run(folder / "mesh" / f"{kind}-seed{seed}").metrics.rows
     keys = ("step", "eval/sampled/accuracy", *PANELS)
     return [{key: row[key] for key in keys if key in row} for row in rows]
 
@@ -209,7 +209,7 @@ def run_alone(kind: str, seed: str, folder: str) -> None:
 
 
 def score_halves(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As experiment_mesh/broken.patch: each token is scored among the columns of its half only."""
+    """As scale/mesh/broken.patch: each token is scored among the columns of its half only."""
     half = logits.shape[1] // 2
     own = logits.view(-1, 2, half)[torch.arange(len(targets)), targets // half]  # (n, V/2)
     return score_logits(own, targets % half)

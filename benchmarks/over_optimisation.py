@@ -54,9 +54,9 @@ POLICIES = {
     "rm300": ("experiment_base", "pairs300", AGAINST | {"kl-weight": NO_PENALTY}),
     "rm3000-kl": ("experiment_base", "pairs3000", AGAINST | {"kl-weight": 0.1}),
     "hidden": ("experiment_base", "hidden", AGAINST | {"kl-weight": NO_PENALTY, "answer-begins": "</think>"}),
-    "ppo": ("experiment_ppo", "pairs3000", AGAINST | {"kl-weight": NO_PENALTY}),
-    "dpo": ("experiment_dpo", None, {}),
-    "sft": ("experiment_sft", None, {"model": "tiny"}),
+    "ppo": ("policy_gradients/ppo", "pairs3000", AGAINST | {"kl-weight": NO_PENALTY}),
+    "dpo": ("rewards/dpo", None, {}),
+    "sft": ("imitation/sft", None, {"model": "tiny"}),
 }
 LABELS = {
     "rm3000": "GRPO, 3,000 pairs", "rm1000": "GRPO, 1,000 pairs", "rm300": "GRPO, 300 pairs",
@@ -95,17 +95,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def place_of(config: Config, experiment: str, name: str, seed: int) -> Path:
-    return Path(config.runs_dir) / experiment / f"{name}-s{seed}"
+    return Path(config.runs_dir) / Path(experiment).name / f"{name}-s{seed}"
 
 
 def train_all(config: Config, seed: int) -> None:
     for name in config.only:
         experiment, judge, flags = POLICIES[name]
         if judge is not None:
-            train(config, "experiment_reward_model", judge, seed, JUDGES[judge])
-            model = place_of(config, "experiment_reward_model", judge, seed) / "final"
+            train(config, "rewards/reward_model", judge, seed, JUDGES[judge])
+            model = place_of(config, "rewards/reward_model", judge, seed) / "final"
             flags = flags | {"reward-model": model.resolve()}
-        if experiment == "experiment_sft":
+        if experiment == "imitation/sft":
             flags = flags | {"data": chosen_answers(config)}
         train(config, experiment, name, seed, flags)
 
@@ -141,7 +141,7 @@ def write_results(config: Config) -> None:
     results = {name: kept.get(name, {}) for name in ("judges", "curves", "methods", "best_of")}
     for seed in config.seeds:
         for judge in JUDGES:
-            place = place_of(config, "experiment_reward_model", judge, seed)
+            place = place_of(config, "rewards/reward_model", judge, seed)
             if not (place / "summary.json").exists():
                 continue
             summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
@@ -155,9 +155,9 @@ def write_results(config: Config) -> None:
             place = place_of(config, experiment, name, seed)
             if not (place / "summary.json").exists():
                 continue
-            if (place / "samples.jsonl").exists() and experiment in ("experiment_base", "experiment_ppo"):
+            if (place / "samples.jsonl").exists() and experiment in ("experiment_base", "policy_gradients/ppo"):
                 results["curves"][place.name] = curve_of(place)
-            judge = place_of(config, "experiment_reward_model", "pairs3000", seed) / "final"
+            judge = place_of(config, "rewards/reward_model", "pairs3000", seed) / "final"
             if name in ("rm3000", "rm3000-kl", "ppo", "dpo", "sft") and judge.exists():
                 results["methods"][place.name] = measure(place, str(judge))
     RESULTS.write_text(json.dumps(results, indent=0) + "\n", encoding="utf-8")

@@ -42,7 +42,9 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    places = {seed: Path(config.runs_dir) / config.experiment / f"{config.prefix}{seed}" for seed in config.seeds}
+    places = {
+        seed: Path(config.runs_dir) / Path(config.experiment).name / f"{config.prefix}{seed}" for seed in config.seeds
+    }
     for seed, place in places.items():
         if not (place / "summary.json").exists():
             command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed)]
@@ -55,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keep_runs(results, runs)  # only now: changed files here would mark the commit of later runs as changed
         own, figure = {}, ROOT / config.experiment / "curve.png"
     else:
-        own = {f"{config.experiment}/{config.prefix}*": runs}
-        figure = Path(config.runs_dir) / config.experiment / f"{config.prefix}_curve.png"
+        own = {f"{Path(config.experiment).name}/{config.prefix}*": runs}
+        figure = Path(config.runs_dir) / Path(config.experiment).name / f"{config.prefix}_curve.png"
     draw(config.experiment, config.panels, dict(entry.split("=", 1) for entry in config.also), figure, own)
     print(f"figure: {figure}")
 
@@ -90,7 +92,7 @@ def kept(experiment: str, prefix: str) -> list[Run]:
 def parent_of(experiment: str) -> str | None:
     """The parent of an experiment, as the docstring of its train.py names it."""
     docstring = ast.get_docstring(ast.parse((ROOT / experiment / "train.py").read_text(encoding="utf-8")))
-    match = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
+    match = re.search(r"^Parent: (?!none)([\w/]+)", docstring, re.MULTILINE)
     return match[1] if match else None
 
 

@@ -207,7 +207,7 @@ def measure_update(size: str, lengths: str, variant: str) -> dict:
 
 
 def packed_length(batch: Experience) -> int:
-    from common.fast.packed_rows import lay_out
+    from fast.packed_rows import lay_out
 
     return len(lay_out(batch.sequences, batch.action_mask).ids)
 

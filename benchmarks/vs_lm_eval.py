@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/vs_lm_eval.py --data test.jsonl --lm-eval lm_eval/bin/python
 
 `--data` is GSM8K's test file as published. The model is a freshly initialised Qwen2 of 0.9 million parameters that
-experiment_sft has trained on the answers to half of these very questions. So its accuracy says nothing about
+imitation/sft has trained on the answers to half of these very questions. So its accuracy says nothing about
 mathematics: the model is right and wrong often enough to compare two programs. The answers are written in several ways
 (`$1,080`, or some steps first), the answers to the other questions are guesses, and the longest ones exceed the budget.
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_model(config: Config, work: Path) -> tuple[Path, dict]:
     """Write the questions, the fresh model and the trained one into `work`; returns the latter and its report."""
-    run = work / "experiment_sft" / "memory"
+    run = work / "sft" / "memory"
     if not (run / "summary.json").exists():
         work.mkdir(parents=True, exist_ok=True)
         rows = read_questions(config)
@@ -89,7 +89,7 @@ def make_model(config: Config, work: Path) -> tuple[Path, dict]:
             "lr": 3e-3, "tokens-per-batch": 1024, "checkpoint-every": 0, "runs-dir": work, "name": "memory",
             "device": "cpu",
         }  # fmt: skip
-        command = [sys.executable, "experiment_sft/train.py"]
+        command = [sys.executable, "imitation/sft/train.py"]
         command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         subprocess.run(command, cwd=ROOT, env=environment(work), check=True)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

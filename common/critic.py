@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from common.experience import Experience, MicroBatchSize
-from common.fast.sharded_weights import gathered_weights
 from common.policy import Policy
+from fast.sharded_weights import gathered_weights
 
 
 class ActorCriticOutput(NamedTuple):

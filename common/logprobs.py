@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.experience import Experience, MicroBatchSize
-from common.fast.sharded_weights import gathered_weights
+from fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
     from common.policy import Policy

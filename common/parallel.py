@@ -8,7 +8,7 @@ from torch import distributed, nn
 
 T = TypeVar("T")
 
-_tensor_size = 1  # more only in experiment_mesh, see `split_tensors`
+_tensor_size = 1  # more only in scale/mesh, see `split_tensors`
 
 
 def rank() -> int:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.fast.packed_rows import hidden_states as hidden_states_of_packed_rows
-from common.fast.packed_rows import use_segments
 from common.logprobs import MAX_LOGITS, log_probs_and_entropy, score_logits
+from fast.packed_rows import hidden_states as hidden_states_of_packed_rows
+from fast.packed_rows import use_segments
 
 
 class PolicyOutput(NamedTuple):
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.packing = use_segments(model)
         self.max_logits = MAX_LOGITS
-        self.score = score_logits  # unless each rank computes only some of the logits, see experiment_mesh
+        self.score = score_logits  # unless each rank computes only some of the logits, see scale/mesh
         self.compute_device: torch.device | None = None  # unless it is the device of the weights: they can be offloaded
 
     def take_over(self, policy: "Policy") -> None:

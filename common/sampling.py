@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from common.fast.decoding import decoding_step
-from common.fast.inverse_cdf import invert_cdf
-from common.fast.kept_rows import KeptRows
-from common.fast.sharded_weights import gathered_weights
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory
+from fast.decoding import decoding_step
+from fast.inverse_cdf import invert_cdf
+from fast.kept_rows import KeptRows
+from fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
-    from common.fast.cache import RowCache
+    from fast.cache import RowCache
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ def _complete(
     kept: KeptRows | None = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
-    from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
+    from fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
     beginnings = [tuple(row.ids) for row in rows]
     index_of = {ids: index for index, ids in enumerate(dict.fromkeys(beginnings))}

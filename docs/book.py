@@ -1,7 +1,7 @@
 """The book: a hook of MkDocs that makes a site of the repository's Markdown, source files and notebooks.
 
-    mkdocs serve                                # http://127.0.0.1:8000
-    mkdocs build --strict                       # build/book, which python -m http.server can serve
+    mkdocs serve -f docs/mkdocs.yml                                # http://127.0.0.1:8000
+    mkdocs build -f docs/mkdocs.yml --strict                       # build/book, which python -m http.server can serve
 
 Every page has the path of its file in the repository, so a link between files is a link between pages. A source file
 becomes a page if a page links to it; a train.py shows the lines that differ from its parent's. The page of a run comes
@@ -71,14 +71,15 @@ def source_page(path: Path) -> str:
     """A source file, with the lines that differ from its parent's highlighted if it is a train.py with a parent."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     marked = before = after = ""
-    parent = re.search(r"^Parent: (experiment_\w+)", text, re.MULTILINE)
+    parent = re.search(r"^Parent: (?!none)([\w/]+)", text, re.MULTILINE)
     if parent and path.name == "train.py":
         old, new = (ROOT / parent[1] / "train.py").read_text(encoding="utf-8").splitlines(), text.splitlines()
         docstring = ast.parse(text).body[0].end_lineno
         changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         added = (f"{a + 1}-{b}" for tag, _, _, a, b in changes if tag in ("insert", "replace") and a >= docstring)
+        link = os.path.relpath(ROOT / parent[1] / "train.py", path.parent)
         marked = f' hl_lines="{" ".join(added)}"'
-        before = f"""Parent: [{parent[1]}](../{parent[1]}/train.py). The lines that differ are highlighted,
+        before = f"""Parent: [{parent[1]}]({link}). The lines that differ are highlighted,
 [this page](README.md) explains them, and [the complete diff](#diff-to-the-parent) is at the end.\n\n"""
         diff = difflib.unified_diff(old, new, f"{parent[1]}/train.py", name, n=2, lineterm="")
         after = "\n## Diff to the parent\n\n``````diff\n" + "\n".join(diff) + "\n``````\n"
@@ -156,7 +157,7 @@ def run_report() -> str:
 def on_files(files: Files, config) -> Files:
     """The pages, the files that they link to, what the site needs beside them, and the navigation."""
     site = Files([file for file in files if file.src_dir != config.docs_dir or file.src_uri.endswith((".css", ".js"))])
-    notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
+    notebooks = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
     queue = [*ours(".md"), *notebooks, *(ROOT / name for places in citations().values() for name, _ in places)]
     for path in queue:  # which grows
         name = path.relative_to(ROOT).as_posix()
@@ -181,7 +182,9 @@ def on_files(files: Files, config) -> Files:
         name = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
         site.append(File.generated(config, name, abs_src_path=str(path)))
 
-    rows = re.findall(r"^\| (\d+) \| \[(experiment_(\w+))\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| \[((?:\w+/|experiment_)(\w+))\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
     made = {
         "experiments": [
             {f"{row} {short}": [f"{name}/README.md", {f"{short}/train.py": f"{name}/train.py"}]}
@@ -230,6 +233,6 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 def on_page_content(html: str, page, config, files) -> str:
     """Lines of a source file have the anchors that they have on GitHub, and an empty head of a column is no head."""
     html = html.replace("<th></th>", "<td></td>")
-    if language := re.fullmatch(r"README\.(\w+)\.md", page.file.src_uri):
+    if language := re.fullmatch(r"docs/README\.(\w+)\.md", page.file.src_uri):
         html = f'<div lang="{language[1]}">{html}</div>'
     return html.replace("__codelineno-0-", "L") if page.file.src_uri.endswith(".py") else html

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from harness.base.checks import flag
 from harness.base.flags import option_hint, read_comment, read_marks
+from harness.base.places import in_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = (
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def page() -> str:
-    scripts = sorted(path for path in ROOT.glob("experiment_*/*.py") if not path.is_symlink())
+    scripts = sorted(path for path in in_experiments("*.py") if "runpy" not in path.read_text("utf-8"))
     scripts = [path for path in scripts if "(Config" in path.read_text(encoding="utf-8")]  # it parses a command line
     scripts.sort(key=lambda path: (path.parent.name, path.name != "train.py", path.name))
     paths = [*scripts, *(ROOT / name for name in PROGRAMS)]

@@ -6,13 +6,14 @@
         backward: gradients are averaged over the ranks, which makes them the gradient of the mean over all rows
         take an optimizer step, the same on every rank
 
-`accelerate config`, or a file in accelerate_configs/, tells Accelerate which devices and which arithmetic to use, and
-whether each device holds the whole model or a shard of it. experiment_base and its other descendants also run on many
-devices, with the same update. Only DeepSpeed needs this file: its last backward of an update takes the optimizer step.
+`accelerate config`, or a file in recipes/accelerate_configs/, tells Accelerate which devices and which arithmetic to
+use, and whether each device holds the whole model or a shard of it. experiment_base and its other descendants also run
+on many devices, with the same update. Only DeepSpeed needs this file: its last backward of an update takes the
+optimizer step.
 
     python experiment_accelerate/train.py                                        # experiment_base, bit for bit
     torchrun --nproc-per-node 2 experiment_accelerate/train.py                   # two processes of a CPU
-    accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml experiment_accelerate/train.py
+    accelerate launch --config_file recipes/accelerate_configs/deepspeed_zero2.yaml experiment_accelerate/train.py
     python -m viewer.diff experiment_accelerate
 
 Parent: experiment_base, which explains everything else.

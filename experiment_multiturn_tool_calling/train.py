@@ -32,7 +32,6 @@ from common.calculator_tool import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
-from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
 from common.parallel import clip_grad_norm_
@@ -40,6 +39,7 @@ from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.tools import call_form, schemas
 from common.trajectory import Trajectory
+from fast.kept_rows import KeptRows
 
 from harness.base.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from common.fast.matmul import product
-from common.fast.packed_rows import NAME
+from fast.matmul import product
+from fast.packed_rows import NAME
 
 if TYPE_CHECKING:
-    from common.fast.cache import RowCache
+    from fast.cache import RowCache
 
 MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the length of the sequence

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from common.fast.cache import RowCache
     from common.trajectory import Trajectory
+    from fast.cache import RowCache
 
 
 class KeptRows:

@@ -48,9 +48,9 @@ train() {
     if [[ $config == deepspeed* && $script == experiment_base/train.py ]]; then
         script=experiment_accelerate/train.py # the same training; DeepSpeed needs its backward
     fi
-    file=$ROOT/accelerate_configs/$config.yaml
+    file=$ROOT/recipes/accelerate_configs/$config.yaml
     if [[ -n $config ]]; then
-        [[ -f $file ]] || fail "CONFIG=$(printf %q "$config") is not a file of accelerate_configs/"
+        [[ -f $file ]] || fail "CONFIG=$(printf %q "$config") is not a file of recipes/accelerate_configs/"
         start "$python" -m accelerate.commands.launch --config_file "$file" --num_processes "$processes" \
             --main_process_port 0 "$ROOT/$script" "$@"
     elif ((processes > 1)); then # each process holds the whole model

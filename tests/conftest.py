@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 inspect.getsource = functools.cache(inspect.getsource)  # each run would parse the descriptions of its flags again
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY_POLICY = ROOT / "assets" / "tiny_policy"
+TINY_POLICY = ROOT / "data" / "policies" / "tiny_policy"
 
 
 def pytest_addoption(parser) -> None:

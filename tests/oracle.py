@@ -15,18 +15,18 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_accelerate_ddp": [("grpo", {})],
     "experiment_multiturn_tool_calling": [("grpo", {})],
     "experiment_multiturn_qa": [("grpo", {})],
-    "experiment_engine": [("grpo", {})],
-    "experiment_mesh": [("grpo", {})],
-    "experiment_rloo": [("drgrpo", {})],
-    "experiment_maxrl": [("grpo", {})],
-    "experiment_dapo": [("dapo", {})],
-    "experiment_gspo": [("gspo", {})],
-    "experiment_cispo": [("cispo", {})],
-    "experiment_ppo": [("grpo", {})],  # the loss of its critic: tests/unit/test_ppo.py
+    "scale/engine": [("grpo", {})],
+    "scale/mesh": [("grpo", {})],
+    "policy_gradients/rloo": [("drgrpo", {})],
+    "policy_gradients/maxrl": [("grpo", {})],
+    "policy_gradients/dapo": [("dapo", {})],
+    "policy_gradients/gspo": [("gspo", {})],
+    "policy_gradients/cispo": [("cispo", {})],
+    "policy_gradients/ppo": [("grpo", {})],  # the loss of its critic: tests/unit/test_ppo.py
 }
 # Their formulas have one line, are about pairs, or need a teacher: see tests/unit/test_sft.py, test_reinforce.py,
 # test_dpo.py and test_distill.py, and tests/models/test_reward_model.py
-ONE_LINE = {"experiment_sft", "experiment_reinforce", "experiment_reward_model", "experiment_dpo", "experiment_distill"}
+ONE_LINE = {"imitation/sft", "policy_gradients/reinforce", "rewards/reward_model", "rewards/dpo", "imitation/distill"}
 TOKEN_MEAN = {"dapo", "cispo"}  # divided by the number of all tokens, not by rows
 # Flags, narrow enough that the tests' ratios are clipped
 CLIPS = {"dapo": {"clip_eps": 0.2, "clip_eps_high": 0.28}, "gspo": {"clip_eps": 0.03, "clip_eps_high": 0.04}}

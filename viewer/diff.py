@@ -1,7 +1,7 @@
 """Show the lesson of an experiment: the lines of its train.py that are not its parent's, without the module docstring.
 
-    python -m viewer.diff experiment_rloo                       # against the parent that its docstring names
-    python -m viewer.diff experiment_gspo experiment_cispo      # against any other: from the first to the second
+    python -m viewer.diff policy_gradients/rloo                         # against the parent that its docstring names
+    python -m viewer.diff policy_gradients/gspo policy_gradients/cispo  # from the first to the second
 
 The blocks are those of `diff -U0`, with the line numbers of both files. The last line counts: a changed line once, a
 block as the larger number of its removed and its added lines.
@@ -58,7 +58,9 @@ def _body(experiment: Path) -> tuple[int, list[str]]:
 
 def _text(experiment: Path) -> str:
     if not _file(experiment).is_file():
-        raise RunError(f"there is no {_file(experiment)}: name a directory with a train.py, such as experiment_rloo")
+        raise RunError(
+            f"there is no {_file(experiment)}: name a directory with a train.py, such as policy_gradients/rloo"
+        )
     return _file(experiment).read_text(encoding="utf-8")
 
 

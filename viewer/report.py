@@ -149,7 +149,7 @@ def _introduction(run: Run) -> list[str]:
     answers = {"greedy": f"greedy answers to {count or ''} held-out questions".replace("  ", " ")}
     for kind, which in (answers | {"sampled": "sampled answers, eight to each question"}).items():
         points = series(run, key := f"eval/{kind}/accuracy")
-        if not points and (share := number(summary.get(key))) is not None:  # of experiment_sft
+        if not points and (share := number(summary.get(key))) is not None:  # of imitation/sft
             points = {done: share}
         ends = sorted({min(points), max(points)}) if points else []
         times = [f"after {step} steps" if step else "before training" for step in ends]

@@ -131,8 +131,8 @@ def _number(text: str) -> float:
 def relative_paths(value: object, runs_dir: str | None = None) -> object:
     """The content of a JSON file without paths of this machine: paths outside the repository keep their last two parts.
 
-    >>> relative_paths({"model": "/tmp/a/experiment_sft/b/final", "flags": ["--out=/x/y/z/data.jsonl"]}, "/tmp/a")
-    {'model': 'runs/experiment_sft/b/final', 'flags': ['--out=z/data.jsonl']}
+    >>> relative_paths({"model": "/tmp/a/sft/b/final", "flags": ["--out=/x/y/z/data.jsonl"]}, "/tmp/a")
+    {'model': 'runs/sft/b/final', 'flags': ['--out=z/data.jsonl']}
     """
     if isinstance(value, dict):
         return {name: relative_paths(entry, runs_dir) for name, entry in value.items()}

@@ -28,7 +28,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def held_out(run: Run, name: str, is_after: bool, kind: str = "greedy") -> float | None:
-    """The greedy accuracy before training or at the last evaluation; experiment_sft has it only in its summary."""
+    """The greedy accuracy before training or at the last evaluation; imitation/sft has it only in its summary."""
     points = series(run, f"eval/{kind}/{name}")
     if not is_after:
         return points.get(0)

@@ -27,8 +27,8 @@ PROMPT = 128  # tokens, about: the system prompt of the task, and a question
 LEARN = {  # the bundled policy: flags of a short run that learns, and of its first step alone
     "experiment_base": ("--steps 40 --lr 2e-4", "--steps 1 --lr 2e-4"),
     "experiment_multiturn_tool_calling": ("--steps 40 --lr 2e-4", "--steps 1 --lr 2e-4"),
-    "experiment_ppo": ("--steps 60 --lr 2e-4", "--steps 1 --lr 2e-4"),
-    "experiment_dpo": ("--max-pairs 1600", "--max-pairs 32"),
+    "policy_gradients/ppo": ("--steps 60 --lr 2e-4", "--steps 1 --lr 2e-4"),
+    "rewards/dpo": ("--max-pairs 1600", "--max-pairs 32"),
 }
 # Of these metrics of the first step: the CPU and the GPU sample the same tokens, up to rounding
 FIRST_STEP = ("loss/grad_norm", "reward/total", "completion/length", "policy/entropy", "critic/loss", "loss/total")
@@ -122,7 +122,7 @@ class Bench:
         launcher: Sequence[str | Path] = (sys.executable,),
     ) -> tuple[dict, list[dict], Path]:
         """Train until the run ends, or has logged `last_step`: its status, the metrics of its steps, its directory."""
-        directory = self.output / "runs" / experiment / name
+        directory = self.output / "runs" / Path(experiment).name / name
         flags = flags.split() if isinstance(flags, str) else flags
 
         def steps() -> list[dict]:
@@ -254,7 +254,7 @@ def processes(bench: Bench) -> None:
     launchers = {
         "alone": ("experiment_accelerate", [sys.executable]),
         "DDP": ("experiment_accelerate_ddp", torchrun),
-        "FSDP2": ("experiment_accelerate", [*launch, "accelerate_configs/fsdp2.yaml"]),
+        "FSDP2": ("experiment_accelerate", [*launch, "recipes/accelerate_configs/fsdp2.yaml"]),
     }
     for name, (experiment, launcher) in launchers.items():
         if not (bench.cpu and name == "FSDP2"):  # there Accelerate replaces it without a word

@@ -1,7 +1,7 @@
 """Run a notebook from top to bottom and write its outputs into it; of one_grpo_step also a picture, one_grpo_step.png.
 
-    python notebooks/execute.py                   # one_grpo_step: about ten seconds on one CPU core
-    python notebooks/execute.py gsm8k_smollm2     # ten minutes, with a real model
+    python docs/notebooks/execute.py                   # one_grpo_step: about ten seconds on one CPU core
+    python docs/notebooks/execute.py gsm8k_smollm2     # ten minutes, with a real model
 
 It needs the extra notebook. The kernel is the Python that runs this file. Metadata that an editor
 stores beside the cells are left out, so that git shows only changes of content.

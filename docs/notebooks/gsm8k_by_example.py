@@ -1,6 +1,6 @@
 """GSM8K for models that cannot keep to a form that is only described: three worked examples come before the question.
 
-    python experiment_base/train.py --task notebooks/gsm8k_by_example.py --data data/gsm8k_easy.jsonl \
+    python experiment_base/train.py --task docs/notebooks/gsm8k_by_example.py --data data/gsm8k_easy.jsonl \
         --eval-data data/gsm8k_easy_heldout.jsonl --model smollm2
 
 Everything else is tasks/gsm8k.py. gsm8k_smollm2.ipynb uses this file.

@@ -16,13 +16,13 @@ from common.errors import UserError
 from common.experience import MicroBatchSize
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY_POLICY = ROOT / "assets" / "tiny_policy"
+TINY_POLICY = ROOT / "data" / "policies" / "tiny_policy"
 # The second was trained with tools, the third with a search tool
 BUNDLED = {
     "tiny": TINY_POLICY,
-    "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
-    "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
-    "tiny_teacher": ROOT / "assets" / "tiny_teacher",  # a LoRA adapter of the first, which reasons
+    "tiny_tools": ROOT / "data" / "policies" / "tiny_policy_tools",
+    "tiny_countdown": ROOT / "data" / "policies" / "tiny_policy_countdown",
+    "tiny_teacher": ROOT / "data" / "policies" / "tiny_teacher",  # a LoRA adapter of the first, which reasons
 }
 ADAPTER_SETTINGS = "adapter_config.json"
 # The training of a bundled policy: its tasks, and a description

@@ -48,7 +48,7 @@ class EngineConfig(RunConfig):
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
     """The engine that `config` names; it is started if `config` says so, and ends with the run."""
     if requested_launch().sharding is not None:
-        raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
+        raise UserError("scale/engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
     folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
     servers: list[ChildServer] = []  # only on the main process
     if is_main():

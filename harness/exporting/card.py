@@ -17,6 +17,7 @@ from viewer.table import wilson
 from harness.base.checks import flag
 from harness.base.config import BUNDLED, is_hub_id
 from harness.base.hub import is_hub_source
+from harness.base.places import train_file
 from harness.base.terminal import printable, visible
 from harness.exporting.source import Source
 from harness.exporting.writing import Questions
@@ -96,8 +97,7 @@ def public_command(settings: dict) -> str:
 
     Older runs did not record which these are: of them, all settings are shown.
     """
-    experiment = re.sub(r"\W", "_", settings["experiment"])
-    command = ["python", f"{experiment}/train.py"]
+    command = ["python", train_file(re.sub(r"\W", "_", settings["experiment"]))]
     for name in settings.get("changed", [name for name in settings if name not in NOT_FLAGS]):
         if name not in HIDDEN and settings[name] is not None:
             command += _public(name, settings[name])

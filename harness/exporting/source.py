@@ -56,7 +56,7 @@ class Source:
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         if "pairs_per_step" in self.settings:  # its --data were no questions, and these are the task's own
             values |= {"data": None, "eval_data": None}
-        if "task" not in self.settings:  # a run of experiment_sft
+        if "task" not in self.settings:  # a run of imitation/sft
             arithmetic = import_named("arithmetic")
             values |= {"task": "arithmetic", "data": str(arithmetic.TRAIN_DATA), "eval_data": str(arithmetic.EVAL_DATA)}
         # The task does not know an experiment's own components, and no reward is needed

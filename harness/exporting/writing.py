@@ -31,7 +31,7 @@ def read_questions(source: Source, limit: int, policy: Policy) -> Questions:
     """The first held-out questions of the run's task, with its system turn."""
     task, system_prompt = source.load_task(limit)
     conversations = [task.messages(row, system_prompt) for row in task.eval_rows]
-    budget = source.settings.get("max_new_tokens", RESOLVED["tiny"]["max_new_tokens"])  # experiment_sft has none
+    budget = source.settings.get("max_new_tokens", RESOLVED["tiny"]["max_new_tokens"])  # imitation/sft has none
     return Questions(conversations, [encode_prompt(policy.tokenizer, turns) for turns in conversations], budget)
 
 

@@ -97,7 +97,7 @@ class Diagnosis:
             found["nothing is right before training"] = (
                 "none of the held-out answers is right before training, greedy or sampled, and then a reward for right "
                 f"answers alone teaches nothing: {first}read some (before.json); what helps: examples of answers "
-                "in --system-prompt, rewards for parts of the way (--reward-functions), experiment_sft first, easier "
+                "in --system-prompt, rewards for parts of the way (--reward-functions), imitation/sft first, easier "
                 "questions (--data)"
             )
         difference = self._mean("policy/sampling_log_prob_difference", 1)

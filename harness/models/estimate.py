@@ -30,13 +30,13 @@ from harness.models.pretrained import read_config, set_template, tokenizer_of
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
 PROGRAM = 0.5e9  # bytes of Python and its libraries on a CPU; of the context on CUDA
-ROOM = 32  # tokens that the cache reserves beyond its last, see common/fast/cache.py
+ROOM = 32  # tokens that the cache reserves beyond its last, see fast/cache.py
 IN_PIECES = 0.6  # of activations and logits, on a CPU: memory that the C library's allocator keeps after it is freed
 AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: 2 for most, 4 for norms
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 FULL = 0.95  # of a device's memory: above it, fragmentation alone can exhaust the memory
 GB = 1e9
-# Files of accelerate_configs/: every process holds everything, or a shard of the trained values; experiment_mesh
+# Files of recipes/accelerate_configs/: every process holds everything, or a shard of the trained values; scale/mesh
 # shards the reference too, and each process of a tensor group computes a part of every layer
 LAUNCHES, MESH = ("multi_gpu", "fsdp2"), ("mesh",)
 

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.chat import begin_completions, encode_prompt
 from common.errors import UserError
-from common.fast.cache import RowCache
-from common.fast.matmul import use_fast_products
-from common.fast.packed_rows import FLEX, hidden_states
 from common.policy import Policy
 from common.sampling import left_pad, next_logits
+from fast.cache import RowCache
+from fast.matmul import use_fast_products
+from fast.packed_rows import FLEX, hidden_states
 
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached

@@ -3,8 +3,8 @@
 import torch
 
 from common.errors import UserError
-from common.fast.matmul import use_fast_products
 from common.reward_model import RewardModel
+from fast.matmul import use_fast_products
 
 from harness.base.config import DTYPES, PolicyConfig, find_directory, shown
 from harness.base.hub import must_be_cached
@@ -61,7 +61,7 @@ def load_reward_model(source: str, device: str, dtype: torch.dtype) -> RewardMod
     config = read_config(source, is_here)
     kind = (config.architectures or ["a model without a head"])[0]
     if not is_reward_model(source, is_here):
-        raise UserError(f"{given} is a {kind}, not a reward model: experiment_reward_model/train.py --model makes one")
+        raise UserError(f"{given} is a {kind}, not a reward model: rewards/reward_model/train.py --model makes one")
     if config.num_labels != 1:
         raise UserError(f"{given} gives {config.num_labels} numbers: a reward model gives one (num_labels 1)")
     model = _read(source, dtype, is_here)

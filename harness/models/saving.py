@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from common.critic import ActorCritic
-from common.fast.sharded_weights import whole_weights
 from common.policy import Policy
+from fast.sharded_weights import whole_weights
 
 from harness.base.config import DTYPES, PolicyConfig, find_directory, read_base
 from harness.base.ranks import on_main

@@ -1,4 +1,4 @@
-"""The teacher of experiment_distill: a language model on this machine, or one that a server holds."""
+"""The teacher of imitation/distill: a language model on this machine, or one that a server holds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

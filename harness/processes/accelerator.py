@@ -25,7 +25,9 @@ from harness.models.loading import exclude_frozen, in_8_bits
 from harness.models.saving import load_weights, save_policy
 from harness.processes import processes
 
-QUANTISED = "FSDP2 cannot shard quantised weights: use accelerate_configs/multi_gpu.yaml, with all of them on each GPU"
+QUANTISED = (
+    "FSDP2 cannot shard quantised weights: use recipes/accelerate_configs/multi_gpu.yaml, with all of them on each GPU"
+)
 
 
 def start_accelerator(config: PolicyConfig) -> Accelerator:

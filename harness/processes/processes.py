@@ -32,7 +32,10 @@ TIME_TO_MEET = 600.0  # seconds that the first process waits for the last one
 PATIENCE = timedelta(hours=1)  # the limit for later waits: for the longest rollout, or a slow disk
 # Accelerate's ways of sharding: their types, and the files that request them
 SHARDED = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
-FILES = {"fsdp": "accelerate_configs/fsdp2.yaml", "deepspeed": "accelerate_configs/deepspeed_zero2.yaml"}
+FILES = {
+    "fsdp": "recipes/accelerate_configs/fsdp2.yaml",
+    "deepspeed": "recipes/accelerate_configs/deepspeed_zero2.yaml",
+}
 WHERE = "in the configuration file or on the command line of accelerate"
 
 

@@ -11,9 +11,9 @@ gradient of the loss is the gradient of that divergence at every token. So each 
 group to be compared with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
 section 3) and "On-Policy Distillation" (Thinking Machines Lab 2025).
 
-    python experiment_distill/train.py                                                 # the teacher is tiny_teacher
-    python experiment_distill/train.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B
-    python -m viewer.diff experiment_distill
+    python imitation/distill/train.py                                                 # the teacher is tiny_teacher
+    python imitation/distill/train.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B
+    python -m viewer.diff imitation/distill
 
 Parent: experiment_base, which explains everything else.
 

@@ -1,9 +1,9 @@
 """Make conversations to imitate: answers of a strong served model, or of your own policy, for train.py.
 
-    python experiment_sft/make_chats.py --url http://127.0.0.1:8000 --prompts prompts.jsonl --thoughts drop
-    python experiment_sft/make_chats.py --url http://127.0.0.1:8000 --task gsm8k --data train.jsonl --keep-right
-    python experiment_sft/make_chats.py --model tiny --num-samples 8 --keep-right         # rejection sampling
-    python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B --data chats.jsonl
+    python imitation/sft/make_chats.py --url http://127.0.0.1:8000 --prompts prompts.jsonl --thoughts drop
+    python imitation/sft/make_chats.py --url http://127.0.0.1:8000 --task gsm8k --data train.jsonl --keep-right
+    python imitation/sft/make_chats.py --model tiny --num-samples 8 --keep-right         # rejection sampling
+    python imitation/sft/train.py --model Qwen/Qwen2.5-0.5B --data chats.jsonl
 
 A row is {"index": 0, "messages": [...]}: the prompt, without --system-prompt, and one answer. An answer is kept if it
 has ended by itself and is not only a thought; --keep-right also asks for the reward `correct` = 1 of the task. The

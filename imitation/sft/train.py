@@ -6,15 +6,15 @@
         take an optimizer step
     measure the loss on held-out conversations, before and after
 
-    python experiment_sft/train.py                                                  # 1,200 sums with their reasoning
-    python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
-    torchrun --nproc-per-node 2 experiment_sft/train.py                             # the same update
+    python imitation/sft/train.py                                                  # 1,200 sums with their reasoning
+    python imitation/sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
+    torchrun --nproc-per-node 2 imitation/sft/train.py                             # the same update
 
 The policy reads the user's words and the tokens of the template, but does not learn to say them. Rows may have "tools",
 a list of JSON schemas, with calls and turns of tools among their messages; a turn of the assistant with "weight": 0 is
 read and not learned.
 
-Parent: none; experiment_reward_model has the order of this file.
+Parent: none; rewards/reward_model has the order of this file.
 
 Shapes: B rows (of several processes, each has its part), b rows per micro-batch, T tokens.
 """
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import torch
 
 from common.experience import Experience, collate
-from common.fast.sharded_weights import gathered_weights
 from common.parallel import clip_grad_norm_, data_size, gather, own_part, part_of
 from common.policy import Policy
 from common.trajectory import Trajectory
+from fast.sharded_weights import gathered_weights
 
 from harness.base.config import ROOT, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
 from harness.base.terminal import say

@@ -9,7 +9,7 @@ from common.experience import Experience
 from common.parallel import data_size, gather, own_part
 from common.policy import Policy
 from common.trajectory import Trajectory
-from experiment_sft.train import read
+from imitation.sft.train import read
 
 
 @dataclass(kw_only=True)

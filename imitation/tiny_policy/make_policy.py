@@ -24,7 +24,7 @@ from warm_start import conversations
 from common.errors import UserError
 from common.evaluate import evaluate
 from common.policy import Policy
-from experiment_sft import train as sft
+from imitation.sft import train as sft
 from tasks import arithmetic, countdown
 
 from harness.base.config import DTYPES, CountOrZero

@@ -8,8 +8,8 @@ those where a chain of thought turns. Here each token always has a gradient, and
 *MiniMax-M1* (2025, arXiv 2506.13585, equations 4 and 5); also the choice of *The Art of Scaling RL Compute* (arXiv
 2510.13786). The weight matters only after the first update of a rollout: the default is sixteen.
 
-    python experiment_cispo/train.py
-    python -m viewer.diff experiment_cispo
+    python policy_gradients/cispo/train.py
+    python -m viewer.diff policy_gradients/cispo
 
 Parent: experiment_base, which explains everything else.
 

@@ -11,9 +11,9 @@
 *DAPO: An Open-Source LLM Reinforcement Learning System at Scale* (Yu et al. 2025, arXiv 2503.14476, section 3). The
 clip matters only after the first update of a rollout: the default is sixteen.
 
-    python experiment_dapo/train.py
-    python experiment_dapo/train.py --max-rounds 1 --clip-eps-high 0.2 --reward-weight overlong=0    # token mean alone
-    python -m viewer.diff experiment_dapo
+    python policy_gradients/dapo/train.py
+    python policy_gradients/dapo/train.py --max-rounds 1 --clip-eps-high 0.2 --reward-weight overlong=0  # token mean
+    python -m viewer.diff policy_gradients/dapo
 
 Parent: experiment_base, which explains everything else.
 

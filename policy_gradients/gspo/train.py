@@ -7,8 +7,8 @@ A completion is trained or clipped as one. The mean over its tokens makes s far 
 the clip is hundreds of times narrower. *Group Sequence Policy Optimization* (Zheng et al. 2025, arXiv 2507.18071,
 equations 5 to 7). The ratio matters only after the first update of a rollout: the default is sixteen.
 
-    python experiment_gspo/train.py
-    python -m viewer.diff experiment_gspo
+    python policy_gradients/gspo/train.py
+    python -m viewer.diff policy_gradients/gspo
 
 Parent: experiment_base, which explains everything else.
 

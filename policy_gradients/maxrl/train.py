@@ -7,8 +7,8 @@ gradient of log p(right answer), as if right answers were data. GRPO divides by 
 instead, which treats p and 1 - p alike; Dr. GRPO by nothing. *Maximum Likelihood Reinforcement Learning* (Tajwar et al.
 2026, arXiv 2602.02710). The mean must be a probability: rewards are 0 or 1, without offsets; see `success_rate`.
 
-    python experiment_maxrl/train.py
-    python -m viewer.diff experiment_maxrl
+    python policy_gradients/maxrl/train.py
+    python -m viewer.diff policy_gradients/maxrl
 
 Parent: experiment_base, which explains everything else.
 

@@ -12,10 +12,10 @@ A group is no longer its own baseline: completions of other questions teach the 
 
 *Proximal Policy Optimization Algorithms* (Schulman et al. 2017, arXiv 1707.06347); GAE is arXiv 1506.02438.
 
-    python experiment_ppo/train.py
-    python experiment_ppo/train.py --gae-lambda 0.95 --critic-warmup 10
-    torchrun --nproc-per-node 2 experiment_ppo/train.py
-    python -m viewer.diff experiment_ppo
+    python policy_gradients/ppo/train.py
+    python policy_gradients/ppo/train.py --gae-lambda 0.95 --critic-warmup 10
+    torchrun --nproc-per-node 2 policy_gradients/ppo/train.py
+    python -m viewer.diff policy_gradients/ppo
 
 Parent: experiment_base, which explains everything else.
 

@@ -13,8 +13,8 @@ depend on the completion leaves the mean of the estimate as it is, and changes i
 variance small. Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
 learning", equation 6.
 
-    python experiment_reinforce/train.py                       # the bundled tiny policy and task: minutes on a laptop
-    python experiment_reinforce/train.py --baseline none       # the same with more noise
+    python policy_gradients/reinforce/train.py                   # the bundled tiny policy and task: minutes on a laptop
+    python policy_gradients/reinforce/train.py --baseline none   # the same with more noise
 
 Left out: groups of completions as baselines, several updates per rollout, a reference. Read next: experiment_base.
 

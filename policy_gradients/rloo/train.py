@@ -8,8 +8,8 @@ A completion's own reward is not part of its baseline, so the gradient is unbias
 the constant G / (G - 1): a step size. RLOO differs from GRPO in two divisions: no group is divided by its standard
 deviation, and no row by its length. *Back to Basics* (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
-    python experiment_rloo/train.py
-    python -m viewer.diff experiment_rloo
+    python policy_gradients/rloo/train.py
+    python -m viewer.diff policy_gradients/rloo
 
 Parent: experiment_base, which explains everything else.
 

@@ -7,13 +7,13 @@
         take an optimizer step
     measure on held-out pairs how often the chosen answer has the higher score, and ask the policy held-out questions
 
-    python experiment_dpo/train.py                                            # the bundled pairs
-    python experiment_dpo/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
+    python rewards/dpo/train.py                                            # the bundled pairs
+    python rewards/dpo/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
         --model Qwen/Qwen2.5-0.5B-Instruct
-    torchrun --nproc-per-node 2 experiment_dpo/train.py                        # the same update
-    python -m viewer.diff experiment_dpo
+    torchrun --nproc-per-node 2 rewards/dpo/train.py                        # the same update
+    python -m viewer.diff rewards/dpo
 
-Parent: experiment_reward_model; here the policy itself is trained, without a score head.
+Parent: rewards/reward_model; here the policy itself is trained, without a score head.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
 each has its part), b rows per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the

@@ -1,8 +1,8 @@
-"""Make preference pairs from scored responses, for experiment_reward_model/train.py.
+"""Make preference pairs from scored responses, for rewards/reward_model/train.py.
 
-    python experiment_reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
-    python experiment_reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
-    python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
+    python rewards/reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
+    python rewards/reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
+    python rewards/reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
 the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1.
@@ -11,9 +11,9 @@ Responses that were cut off or are longer than --max-length are skipped, and pro
 The held-out pairs (--eval-output) are about other prompts, and about other conversations if rows have the field
 `conversation`. The same responses and flags give the same bytes. The bundled pairs, on one CPU core:
 
-    python experiment_reward_model/sample_responses.py --num-samples 16 --generation-batch-size 512
-    python experiment_reward_model/score_responses.py --by correct
-    python experiment_reward_model/make_pairs.py --no-styles --eval-share 0.12 --max-pairs 3000 --max-eval-pairs 400 \\
+    python rewards/reward_model/sample_responses.py --num-samples 16 --generation-batch-size 512
+    python rewards/reward_model/score_responses.py --by correct
+    python rewards/reward_model/make_pairs.py --no-styles --eval-share 0.12 --max-pairs 3000 --max-eval-pairs 400 \\
         --output data/preference_pairs.jsonl --eval-output data/preference_pairs_heldout.jsonl
 """
 

@@ -1,9 +1,9 @@
 """Sample responses to prompts: the raw material of preference pairs.
 
-    python experiment_reward_model/sample_responses.py                                  # the bundled policy and task
-    python experiment_reward_model/sample_responses.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts wild.jsonl
-    python experiment_reward_model/sample_responses.py --url http://127.0.0.1:8000 --task gsm8k --data train.jsonl
-    python experiment_reward_model/sample_responses.py --shard 1/4 --output part1.jsonl      # then 2/4, ...
+    python rewards/reward_model/sample_responses.py                                  # the bundled policy and task
+    python rewards/reward_model/sample_responses.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts wild.jsonl
+    python rewards/reward_model/sample_responses.py --url http://127.0.0.1:8000 --task gsm8k --data train.jsonl
+    python rewards/reward_model/sample_responses.py --shard 1/4 --output part1.jsonl      # then 2/4, ...
 
 One row per prompt: {"index": 0, "prompt": text or messages, "responses": [{"text": ..., "finish_reason": "stop" or
 "length", "rewards": {...}, "style": {...}}, ...]}. Rewards and style come from the task. With --prompts, turns of

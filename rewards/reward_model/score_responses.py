@@ -1,9 +1,9 @@
 """Score responses: by a reward model (the judge), or by a reward component of their task.
 
-    python experiment_reward_model/score_responses.py --by correct
-    python experiment_reward_model/score_responses.py --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B \\
+    python rewards/reward_model/score_responses.py --by correct
+    python rewards/reward_model/score_responses.py --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B \\
         --answer-begins "</think>"
-    python experiment_reward_model/score_responses.py --reward-model-url http://127.0.0.1:8000 --shard 1/4 \\
+    python rewards/reward_model/score_responses.py --reward-model-url http://127.0.0.1:8000 --shard 1/4 \\
         --output runs/scored1.jsonl
 
 Every response of the rows of sample_responses.py gets a field `score`. The same command continues a file that was

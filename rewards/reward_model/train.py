@@ -7,14 +7,14 @@
         take an optimizer step
     measure on held-out pairs how often the chosen answer has the higher score, also where both have the same style
 
-    python experiment_reward_model/train.py                                            # the bundled pairs
-    python experiment_reward_model/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
+    python rewards/reward_model/train.py                                            # the bundled pairs
+    python rewards/reward_model/train.py --data HuggingFaceH4/ultrafeedback_binarized:default:train_prefs \\
         --model Qwen/Qwen2.5-0.5B-Instruct
-    torchrun --nproc-per-node 2 experiment_reward_model/train.py                        # the same update
-    python experiment_base/train.py --reward-model runs/experiment_reward_model/<name>/final \\
+    torchrun --nproc-per-node 2 rewards/reward_model/train.py                        # the same update
+    python experiment_base/train.py --reward-model runs/reward_model/<name>/final \\
         --reward-weight correct=0 preference=1                                          # train a policy against it
 
-Parent: none; the loop has the order of experiment_sft.
+Parent: none; the loop has the order of imitation/sft.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
 each has its part), b rows per micro-batch, T tokens.
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 
 from common.experience import Experience, collate
-from common.fast.sharded_weights import gathered_weights
 from common.loss import bradley_terry_loss
 from common.parallel import clip_grad_norm_, gather_rows, part_of
 from common.preferences import preference_metrics, rightness
 from common.reward_model import RewardModel, score_rows
+from fast.sharded_weights import gathered_weights
 
 from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, NotNegative, Positive
 from harness.base.terminal import say

@@ -11,9 +11,9 @@ The two log-probs differ: by rounding, if the engine computes in bfloat16; by a 
 trained (--steps-ahead 1); without bound, if pushing weights has failed. w makes samples of another distribution count
 as the policy's own: importance sampling, truncated because a rare w can be huge.
 
-    python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
-    python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
-    python -m viewer.diff experiment_engine
+    python scale/engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
+    python scale/engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
+    python -m viewer.diff scale/engine
 
 Parent: experiment_base, which explains everything else. Its shapes hold here, too.
 """

@@ -123,7 +123,7 @@ def split_model(policy: Policy, mesh: DeviceMesh) -> None:
             parts = [module.base_layer, *(module.lora_B if style == "colwise" else module.lora_A).values()]
         for part in parts:
             if isinstance(part, nn.Linear):
-                part.__class__ = nn.Linear  # common/fast/matmul.py knows no divided weights
+                part.__class__ = nn.Linear  # fast/matmul.py knows no divided weights
             parallelize_module(part, mesh, STYLES[style]())
     head.__class__ = nn.Linear
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))  # 0 for ids of other ranks, added

@@ -7,9 +7,9 @@
     across groups every rank has other rows, and a shard of its weights, gradients and optimizer state:
         a layer is gathered before it is used; gradients are averaged as they are sharded
 
-    python experiment_mesh/train.py                                               # one process: experiment_base
-    torchrun --nproc-per-node 4 experiment_mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
-    python -m viewer.diff experiment_mesh
+    python scale/mesh/train.py                                               # one process: experiment_base
+    torchrun --nproc-per-node 4 scale/mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
+    python -m viewer.diff scale/mesh
 
 Parent: experiment_base; experiment_accelerate explains ranks; mesh.py, beside this file, divides the model.
 
@@ -46,7 +46,7 @@ from harness.run.start import run_main, start_run
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     tensor_parallel: Count = 1  # ranks that hold one copy of the model together; a divisor of the number of processes
-    engine: str | None = None  # address of a vLLM server that samples, see experiment_engine; None: the ranks do
+    engine: str | None = None  # address of a vLLM server that samples, see scale/engine; None: the ranks do
     steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another

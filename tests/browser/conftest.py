@@ -77,6 +77,6 @@ def runs(browser, load_script, experiment_mine, tmp_path_factory) -> dict[str, P
     for name, (experiment, flags) in RUNS.items():
         script = experiment_mine if name == "mine" else load_script(f"{experiment}/train.py")
         script.main([*SMALL, *flags, "--runs-dir", str(place)])
-        directories[name] = place / experiment / "x"
+        directories[name] = place / Path(experiment).name / "x"
         write_report(directories[name])
     return directories

@@ -17,7 +17,7 @@ collect_ignore = ["stand_in"]  # pytest would import its package as `vllm`
 
 @pytest.fixture
 def engine_url(request) -> str:
-    """A server of assets/tiny_policy: the one in VLLM_URL, or else a stand-in."""
+    """A server of data/policies/tiny_policy: the one in VLLM_URL, or else a stand-in."""
     return os.environ.get("VLLM_URL") or request.getfixturevalue("stand_in")().url
 
 

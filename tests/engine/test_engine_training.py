@@ -27,7 +27,7 @@ def base(load_script):
 
 @pytest.fixture(scope="module")
 def train(load_script):
-    return load_script("experiment_engine/train.py")
+    return load_script("scale/engine/train.py")
 
 
 def made_up(policy) -> Experience:

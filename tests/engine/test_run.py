@@ -1,4 +1,4 @@
-"""experiment_engine as users start it: its own flags, runs that lose their engine, and runs that are stopped."""
+"""scale/engine as users start it: its own flags, runs that lose their engine, and runs that are stopped."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from harness.run.signals import StopRequest
 from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "experiment_engine" / "train.py"
+TRAIN = ROOT / "scale/engine" / "train.py"
 FLAGS = (
     *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "1", "--max-new-tokens", "12"),
     *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA), "--device", "cpu", "--lr", "1e-4", "--name", "x"),
@@ -47,7 +47,7 @@ def with_stand_in(monkeypatch) -> None:
 
 @pytest.fixture
 def script(load_script):
-    return load_script("experiment_engine/train.py")
+    return load_script("scale/engine/train.py")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def train(script, tmp_path) -> Callable[..., Path]:
 
     def train(place: str, *arguments: str) -> Path:
         script.main([*FLAGS, "--runs-dir", str(tmp_path / place), *arguments])
-        return tmp_path / place / "experiment_engine" / "x"
+        return tmp_path / place / "engine" / "x"
 
     return train
 
@@ -119,7 +119,7 @@ def test_engines_that_cannot_be_are_refused(tmp_path, train, flags, sentence):
     words = [f"{name}={value}"] if name == "--engine-start" else flags.split()
     with pytest.raises(UserError, match=sentence):
         train("refused", "--steps", "1", *words)
-    assert not list(tmp_path.glob("refused/experiment_engine/x/metrics.jsonl"))
+    assert not list(tmp_path.glob("refused/engine/x/metrics.jsonl"))
 
 
 def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
@@ -194,7 +194,7 @@ def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tm
     at_step(2, lambda: setattr(server.engine, "reload", lambda folder: None))
     with pytest.raises(UserError, match=r"log-probs of the engine differ .* no update was made.* --resume"):
         train("stale", "--steps", "3", "--engine-url", server.url)
-    directory = tmp_path / "stale" / "experiment_engine" / "x"
+    directory = tmp_path / "stale" / "engine" / "x"
     assert [row["step"] for row in rows_of(directory)] == [0, 1]
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_1"]
 
@@ -208,9 +208,9 @@ def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
     flags = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
     server = api_server.StandIn(TINY_POLICY, **flags, no_enable_chunked_prefill=True).start()
     flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir", str(place))
-    load_script("experiment_engine/train.py").main(list(flags))
+    load_script("scale/engine/train.py").main(list(flags))
     server.stop()
-    return place / "experiment_engine" / "x"
+    return place / "engine" / "x"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_pat
     at_step(3, first.stop)
     with pytest.raises(UserError, match=r"nothing listens there.*; when the engine can be used again, resume with: "):
         train("moved", "--steps", "4", "--engine-url", first.url)
-    directory = tmp_path / "moved" / "experiment_engine" / "x"
+    directory = tmp_path / "moved" / "engine" / "x"
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_2"]
     settings = script.parse_config(script.Config, ["--resume", str(directory), *START], "")
     assert (settings.engine_url, settings.engine_start) == (None, sys.executable)
@@ -281,7 +281,7 @@ def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_ste
     assert "its process was killed (SIGKILL)" in sentence
     assert "; when the engine can be used again, resume with: python " in sentence
     assert "Traceback" not in errors
-    directory = tmp_path / "experiment_engine" / "x"
+    directory = tmp_path / "engine" / "x"
     assert {path.name for path in directory.iterdir()} >= {"engine.log", "metrics.jsonl", "config.json"}
     assert not list(directory.glob("engine*/"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_2"]
@@ -300,7 +300,7 @@ def test_ctrl_c_ends_the_step_and_the_second_one_ends_it_now(script, stand_in, t
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match=r"interrupted; resume with: python .* --resume"):
         script.main([*flags, str(tmp_path / "once")])
-    assert (tmp_path / "once" / "experiment_engine" / "x" / "checkpoints" / "step_2").exists()
+    assert (tmp_path / "once" / "engine" / "x" / "checkpoints" / "step_2").exists()
 
     noticed, receive = threading.Event(), StopRequest.receive
 
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_the_step_and_the_second_one_ends_it_now(script, stand_in, t
     at_step(3, hang)
     with pytest.raises(KeyboardInterrupt, match=r"interrupted; resume with: python .* --resume"):
         script.main([*flags, str(tmp_path / "twice")])
-    directory = tmp_path / "twice" / "experiment_engine" / "x"
+    directory = tmp_path / "twice" / "engine" / "x"
     assert [row["step"] for row in rows_of(directory)] == [0, 1, 2]
     assert not list(directory.glob("engine*/"))
     assert not [thread for thread in threading.enumerate() if thread.name == "engine" and thread not in before]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from common.sampling import _nucleus
 
-POLICY = Path(__file__).resolve().parents[2] / "assets" / "tiny_policy"
+POLICY = Path(__file__).resolve().parents[2] / "data" / "policies" / "tiny_policy"
 PROMPT = list(range(40, 60))
 ASKED = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 0, "return_token_ids": True, "ignore_eos": True, "seed": 5}
 ASKED |= {"stop_token_ids": [2], "temperature": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

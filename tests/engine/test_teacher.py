@@ -1,6 +1,6 @@
 """A teacher on a server: its log-probs are those of the same teacher here, and a wrong answer ends the run.
 
-With VLLM_URL the first test asks a real server of assets/tiny_policy.
+With VLLM_URL the first test asks a real server of data/policies/tiny_policy.
 """
 
 import shutil
@@ -42,10 +42,10 @@ def test_a_server_knows_only_temperature_1(engine_url, policy):
 @pytest.fixture
 def run(load_script, tmp_path):
     def call(*flags: str):
-        load_script("experiment_distill/train.py").main(
+        load_script("imitation/distill/train.py").main(
             [*SHORT.split(), "--runs-dir", str(tmp_path), "--name", "x", *flags]
         )
-        return tmp_path / "experiment_distill" / "x"
+        return tmp_path / "distill" / "x"
 
     return call
 
@@ -91,7 +91,7 @@ def test_a_server_that_dies_loses_no_step(stand_in, run, tmp_path):
     server.damage = die
     with pytest.raises(UserError, match="has not answered") as raised:
         run("--teacher-url", server.url)
-    directory = tmp_path / "experiment_distill" / "x"
+    directory = tmp_path / "distill" / "x"
     assert f"--resume {directory}" in str(raised.value)
     assert max(row["step"] for row in metrics_of(directory)) == 1
     run("--resume", str(directory), "--teacher-url", other.url)
@@ -119,7 +119,7 @@ def test_a_program_that_is_no_teacher_is_refused(stand_in, policy):
 
 def edited(tmp_path, file: str, old: str, new: str) -> str:
     """A copy of the bundled policy in which one file is different."""
-    folder = shutil.copytree(ROOT / "assets" / "tiny_policy", tmp_path / "other")
+    folder = shutil.copytree(ROOT / "data" / "policies" / "tiny_policy", tmp_path / "other")
     text = (folder / file).read_text(encoding="utf-8")
     assert old in text
     (folder / file).write_text(text.replace(old, new), encoding="utf-8")

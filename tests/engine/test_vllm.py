@@ -1,4 +1,4 @@
-"""vLLM samples from the current policy. With VLLM_URL on a real server of assets/tiny_policy, else on a stand-in.
+"""vLLM samples from the current policy. With VLLM_URL on a real server of the bundled policy, else on a stand-in.
 
 VLLM_URL=http://127.0.0.1:8000 python -m pytest -n 0 tests/engine/test_vllm.py
 """

@@ -24,7 +24,8 @@ from common.chat import decode, encode_prompt
 from common.errors import UserError
 from common.sampling import sample
 
-from harness.base.config import BUNDLED, RESOLVED, TINY_POLICY, ModelConfig
+from harness.base.config import BUNDLED, RESOLVED, ROOT, TINY_POLICY, ModelConfig
+from harness.base.places import in_experiments
 from harness.cli.parse import parse_config
 from harness.exporting.card import Card, public_command
 from harness.exporting.source import Source
@@ -296,7 +297,7 @@ def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys):
     code, expected = (
         re.search(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1] for kind in ("python", "text")
     )
-    with contextlib.chdir(directory.parents[1]):
+    with contextlib.chdir(directory.parents[2]):
         exec(code, {})
     assert capsys.readouterr().out == expected
     with pytest.raises(UserError, match="is a bundled policy, which can only be uploaded as it is: omit --merge"):
@@ -347,7 +348,7 @@ def test_hostile_text_stays_text(card):
 
 def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = {"experiment": "experiment_engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
+    settings = {"experiment": "engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
     settings |= {"eval_data": str(tmp_path / "secret/test.jsonl"), "engine_start": "env KEY=sk-1 /home/ada/python"}
     settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
     settings |= {"wandb": True, "save_merged": True, "variant": "mine", "reward_model": "owner/judge", "top_p": 1.0}
@@ -355,7 +356,7 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings |= {"tools": "/home/ada/b=c.py"}
     settings |= {"changed": [name for name in settings if name not in ("experiment", "top_p")]}
     assert public_command(settings) == (
-        "python experiment_engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl "
+        "python scale/engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl "
         "--engine-start PYTHON --engine-url URL --lr 1e-05 --save-merged --variant mine --reward-model owner/judge "
         "--system-prompt 'Say\n`it`.' --at-most num_terms=2 --eval-sets a=a.jsonl --tools b=c.py"
     )
@@ -363,7 +364,7 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     assert public_command(of_an_older_run) == public_command(settings).replace(" --system", " --top-p 1.0 --system")
 
 
-EXPERIMENTS = sorted(path.parent.name for path in Path(__file__).parents[2].glob("experiment_*/train.py"))
+EXPERIMENTS = sorted(path.parent.relative_to(ROOT).as_posix() for path in in_experiments("train.py"))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -380,9 +381,9 @@ def test_the_command_has_every_setting_of_the_run(load_script, tmp_path, monkeyp
     file = {name: other[type(value)](value) for name, value in values.items()}
     file |= {"name": "first", "lr": 3e-4, "seed": 7, "keep_checkpoints": 5, "dtype": "bfloat16", "runs_dir": "runs_2"}
     more = {"reward_functions": "mine.py", "reward_weight": ["short=2"], "task": "countdown", "system_prompt": "-x\n y"}
-    file |= {name: value for name, value in more.items() if hasattr(usual, name) and experiment != "experiment_sft"}
+    file |= {name: value for name, value in more.items() if hasattr(usual, name) and experiment != "imitation/sft"}
     Path("settings.yaml").write_text(yaml.safe_dump(file))
-    words = ["--engine-start", "PYTHON"] if experiment == "experiment_engine" else []
+    words = ["--engine-start", "PYTHON"] if experiment == "scale/engine" else []
     config = parse_config(train.Config, [*words, "--config", "settings.yaml"], "", defaults)
     settings = json.loads(json.dumps(describe_settings(config, {})))
     command = shlex.split(public_command(settings))

@@ -46,7 +46,7 @@ def check_same_training(found: Path, expected: Path) -> None:
         assert new["ids"] == old["ids"]
         assert new["advantage"] == pytest.approx(old["advantage"], abs=1e-5)
     weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (found, expected))
-    start = load_file(ROOT / "assets" / "tiny_policy" / "model.safetensors")
+    start = load_file(ROOT / "data" / "policies" / "tiny_policy" / "model.safetensors")
     assert weights.keys() == others.keys()
     for name in weights:
         assert (weights[name] - others[name]).abs().max() <= 1e-5
@@ -68,7 +68,7 @@ def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script,
     """Weights, gradients and optimizer state are sharded; a killed launch resumes bit for bit."""
     train = str(ROOT / experiment / "train.py")
     train_on_two(*FLAGS, "--runs-dir", str(tmp_path), train=train)
-    directory = tmp_path / experiment / "x"
+    directory = tmp_path / Path(experiment).name / "x"
     check_same_training(directory, alone)
 
     checkpoint = directory / "checkpoints" / "step_1"
@@ -87,10 +87,10 @@ def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script,
 
 
 def test_a_critic_is_sharded_like_its_policy(tmp_path, load_script):
-    train = str(ROOT / "experiment_ppo" / "train.py")
-    load_script("experiment_ppo/train.py").main([*FLAGS, "--runs-dir", str(tmp_path / "alone")])
+    train = str(ROOT / "policy_gradients/ppo" / "train.py")
+    load_script("policy_gradients/ppo/train.py").main([*FLAGS, "--runs-dir", str(tmp_path / "alone")])
     train_on_two(*FLAGS, "--runs-dir", str(tmp_path), train=train)
-    new, old = (place / "experiment_ppo" / "x" for place in (tmp_path, tmp_path / "alone"))
+    new, old = (place / "ppo" / "x" for place in (tmp_path, tmp_path / "alone"))
     check_same_training(new, old)
     critics = [load_file(directory / "final" / "critic.safetensors") for directory in (new, old)]
     assert critics[0].keys() == critics[1].keys()

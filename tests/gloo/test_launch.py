@@ -45,7 +45,7 @@ def test_what_is_not_what_was_asked_for_is_refused(monkeypatch, asked, got, sent
 
 @pytest.mark.parametrize(("name", "on_gpus"), [("multi_gpu", True), ("multi_node", True), ("single_cpu", False)])
 def test_whether_gpus_were_asked_for_is_read(monkeypatch, name, on_gpus):
-    arguments = ["--config_file", str(ROOT / f"accelerate_configs/{name}.yaml"), SCRIPT]
+    arguments = ["--config_file", str(ROOT / f"recipes/accelerate_configs/{name}.yaml"), SCRIPT]
     monkeypatch.setattr(processes, "_arguments_of_accelerate_launch", lambda: arguments)
     assert processes.requested_launch().on_gpus is on_gpus
 
@@ -92,7 +92,7 @@ def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     result = launch(
-        ["bash", "accelerate_configs/two_nodes.slurm"],
+        ["bash", "recipes/accelerate_configs/two_nodes.slurm"],
         PATH=os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
         SCRIPT=SCRIPT,
         MAIN_PROCESS_PORT=str(port),
@@ -102,7 +102,7 @@ def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
-FSDP2 = ["--config_file", "accelerate_configs/fsdp2.yaml", "--main_process_port", "0"]
+FSDP2 = ["--config_file", "recipes/accelerate_configs/fsdp2.yaml", "--main_process_port", "0"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 

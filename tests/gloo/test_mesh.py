@@ -1,4 +1,4 @@
-"""experiment_mesh: every mesh of two and four processes samples and trains like one process.
+"""scale/mesh: every mesh of two and four processes samples and trains like one process.
 
 Every mesh is started once, for all its scenarios; the tests compare the results with experiment_base's in this process.
 """
@@ -32,7 +32,7 @@ from harness.base.config import TINY_POLICY
 HEADS, VOCAB, ROWS, STEPS, GROUP_SIZE = 4, 24, 24, 2, 4
 pytestmark = pytest.mark.all_questions
 
-TRAIN = ROOT / "experiment_mesh" / "train.py"
+TRAIN = ROOT / "scale/mesh" / "train.py"
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [11, 12]]
 # Rows, optimizers and models: see `make_policy` and `run_scenario`
 SCENARIOS = (
@@ -248,7 +248,7 @@ def refusals(train: ModuleType, mesh_of: ModuleType, mesh) -> dict[str, str]:
 def main(path: str, tensor_size: str) -> None:
     """One rank: all scenarios on one mesh."""
     torch.set_num_threads(1)
-    train, mesh_of = load("experiment_mesh/train.py"), sys.modules["mesh"]
+    train, mesh_of = load("scale/mesh/train.py"), sys.modules["mesh"]
     config = train.Config(device="cpu", tensor_parallel=int(tensor_size), prompts_per_step=4)
     _, mesh = mesh_of.start_mesh(config)
     assert (data_size(), mesh["tensor"].size()) == (mesh["data"].size(), int(tensor_size))
@@ -275,7 +275,7 @@ def results_of(tmp_path_factory) -> Callable[[str], dict]:
     def start(mesh: str) -> dict:
         path = tmp_path_factory.mktemp("results") / "results.pt"
         data, tensor = map(int, mesh.split("x"))
-        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "experiment_mesh")))
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "scale/mesh")))
         launch(data * tensor, __file__, path, str(tensor), PYTHONPATH=paths)
         return torch.load(path) | {"folder": path.parent}
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_split_is_refused_in_one_sentence(results_of, what, words
 def test_flags_that_a_mesh_cannot_follow_are_refused(load_script, flags, sentence):
     if "--load-in" in flags:
         pytest.importorskip("bitsandbytes")  # without it every experiment refuses the flag
-    train = load_script("experiment_mesh/train.py")
+    train = load_script("scale/mesh/train.py")
     config = train.parse_config(train.Config, flags, train.__doc__)
     with pytest.raises(UserError, match=sentence):
         train.start_mesh(config)
@@ -415,7 +415,7 @@ def four_heads(tmp_path_factory) -> str:
 def run_of_2x2(tmp_path_factory, four_heads) -> Path:
     place = tmp_path_factory.mktemp("runs")
     launch(4, TRAIN, *RUN, "--model", four_heads, "--tensor-parallel", "2", "--runs-dir", place)
-    return place / "experiment_mesh" / "x"
+    return place / "mesh" / "x"
 
 
 @pytest.fixture(scope="module")
@@ -443,12 +443,12 @@ def test_a_run_on_a_mesh_is_the_run_of_one_process(run_of_2x2, run_alone):
 
 @pytest.mark.slow
 def test_an_engine_samples_for_a_mesh(stand_in, tmp_path, load_script):
-    """As for one process of experiment_engine; it is asked once for each row, and gets the weights of every step."""
+    """As for one process of scale/engine; it is asked once for each row, and gets the weights of every step."""
     server, other = stand_in(), stand_in()
     launch(4, TRAIN, *RUN, "--tensor-parallel", "2", "--runs-dir", tmp_path, "--engine", server.url)
     flags = ("--engine-url", other.url, "--importance-cap", "0", "--runs-dir", str(tmp_path))
-    load_script("experiment_engine/train.py").main([*RUN, *flags])
-    found, expected = (tmp_path / f"experiment_{name}" / "x" for name in ("mesh", "engine"))
+    load_script("scale/engine/train.py").main([*RUN, *flags])
+    found, expected = (tmp_path / name / "x" for name in ("mesh", "engine"))
     for request in ("/v1/completions", "/collective_rpc"):
         assert server.calls[request] == other.calls[request] > 0
     for new, old in zip(metrics_of(found), metrics_of(expected), strict=True):

@@ -29,10 +29,10 @@ from harness.run.signals import leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
-ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
-ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
-PPO, DISTILL, REINFORCE = "experiment_ppo", "experiment_distill", "experiment_reinforce"
-SFT = "experiment_sft"
+ENGINE, TOOLS, SEARCH = "scale/engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
+ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "policy_gradients/dapo"
+PPO, DISTILL, REINFORCE = "policy_gradients/ppo", "imitation/distill", "policy_gradients/reinforce"
+SFT = "imitation/sft"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -43,8 +43,14 @@ SPLIT = (
 )
 # Three rounds at most, whose kept groups go to other ranks than those that sampled them
 DYNAMIC = f"{DESCENDANT} --max-new-tokens 24 --max-rounds 3 --minibatch-size 8 --epochs-per-step 2"
-FAMILY = ("experiment_base", "experiment_drgrpo", "experiment_rloo", "experiment_maxrl", "experiment_gspo")
-FAMILY += ("experiment_cispo",)
+FAMILY = (
+    "experiment_base",
+    "experiment_drgrpo",
+    "policy_gradients/rloo",
+    "policy_gradients/maxrl",
+    "policy_gradients/gspo",
+)
+FAMILY += ("policy_gradients/cispo",)
 OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
 CRITIC = f"{OF_FAMILY} --critic-warmup 1 --gae-lambda 0.95"  # the second step also trains the policy
 ONE_BY_ONE = "--steps 2 --prompts-per-step 12 --eval-prompts 5 --lr 1e-5 --micro-batch-size 2 --max-new-tokens 24"
@@ -148,7 +154,7 @@ def train_with_a_fault(script: ModuleType, url: str) -> None:
 @pytest.fixture(scope="module")
 def server(api_server) -> Iterator:
     stand_in = api_server.StandIn(
-        ROOT / "assets" / "tiny_policy", served_model_name="policy", max_model_len=512,
+        ROOT / "data" / "policies" / "tiny_policy", served_model_name="policy", max_model_len=512,
         no_enable_chunked_prefill=True, logprobs_mode="processed_logprobs",
     )  # fmt: skip
     yield stand_in.start()
@@ -176,7 +182,7 @@ def alone(server, tmp_path_factory, load_script) -> Callable[[str, str], tuple[P
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(place)
             train(load_script(f"{experiment}/train.py"), flags, server.url)
-        return place / experiment / "x", server.calls["/collective_rpc"] - before
+        return place / Path(experiment).name / "x", server.calls["/collective_rpc"] - before
 
     return start
 
@@ -186,7 +192,10 @@ def alone(server, tmp_path_factory, load_script) -> Callable[[str, str], tuple[P
 )
 def test_several_processes_train_as_one(together, alone, num_processes, experiment):
     flags = RUNS[num_processes][experiment]
-    new, old = together(num_processes)[0] / experiment / "x", alone(PARENT.get(experiment, experiment), flags)[0]
+    new, old = (
+        together(num_processes)[0] / Path(experiment).name / "x",
+        alone(PARENT.get(experiment, experiment), flags)[0],
+    )
     # the first two groups of each step
     samples, expected = ([] if experiment == SFT else rows_of(directory, "samples") for directory in (new, old))
     for row, other in zip(samples, expected, strict=True):

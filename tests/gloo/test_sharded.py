@@ -15,12 +15,12 @@ from run_files import launch
 from torch import distributed
 
 from common.experience import Experience, collate
-from common.fast.sharded_weights import gathered_weights
 from common.logprobs import MAX_LOGITS, token_log_probs
 from common.parallel import clip_grad_norm_, gather, in_step
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
+from fast.sharded_weights import gathered_weights
 
 RANKS, VOCAB, GROUP, BUDGET = 2, 24, 4, 12
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15]]

@@ -1,6 +1,7 @@
 """The bundled policy really learns, and a saved policy is as good as the run reports."""
 
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_the_policy_learns_to_call_its_tool(tmp_path, load_script, experiment, s
     """Before, it calls now and then, and is often right then; afterwards it calls because that pays."""
     sizes = f"--steps {steps} --prompts-per-step 6 --samples-every 0 --eval-prompts 16 --lr 1e-4".split()
     load_script(f"{experiment}/train.py").main([*sizes, *OFF, "--runs-dir", str(tmp_path)])
-    summary = json_of(tmp_path / experiment / "short" / "summary.json")
+    summary = json_of(tmp_path / Path(experiment).name / "short" / "summary.json")
     before, after = summary["before"], summary["after"]
     assert before["greedy/accuracy"] <= 0.1
     assert 0.05 <= before["sampled/called"] <= 0.3

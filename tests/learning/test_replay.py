@@ -22,11 +22,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from common.keyed import keyed_generator
 
 from harness.base.config import BUNDLED
+from harness.base.places import in_experiments
 from harness.data.data import prompts_of_step
 
 pytestmark = pytest.mark.slow
 
-EXPERIMENTS = sorted(path.parent.name.removeprefix("experiment_") for path in ROOT.glob("experiment_*/train.py"))
+EXPERIMENTS = {path.parent.name.removeprefix("experiment_"): path for path in in_experiments("train.py")}
 # A run gets the flags that its experiment has. Of two groups, samples.jsonl has all rows
 FLAGS = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 24, "epochs_per_step": 2, "minibatch_size": 4}
 FLAGS |= {"micro_batch_size": 3, "temperature": 1.3, "lr": 3e-5, "weight_decay": 2.0, "max_grad_norm": 0.1, "steps": 2}
@@ -51,7 +52,7 @@ RESUMED = {"base", "ppo"}  # after the first step
 GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
-FORMULA = {name.removeprefix("experiment_"): formulas[0][0] for name, formulas in FORMULAS.items()}
+FORMULA = {Path(name).name.removeprefix("experiment_"): formulas[0][0] for name, formulas in FORMULAS.items()}
 # DAPO's with a symmetric clip, and CISPO's at a ratio of 1, with rows in place of tokens
 FORMULA |= {"distill": "dapo", "reinforce": "cispo"}
 ADVANTAGE = {  # of a return in a group; `baseline`: the running mean
@@ -73,7 +74,7 @@ PAIRS = [[conversation(row["prompt"], row[name]) for name in ("chosen", "rejecte
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_two_steps_are_those_of_slow_loops(name, tmp_path, load_script, stand_in, monkeypatch):
-    train = load_script(f"experiment_{name}/train.py")
+    train = load_script(EXPERIMENTS[name].relative_to(ROOT).as_posix())
     given = FLAGS | {"device": "cpu", "runs_dir": tmp_path, "reward_functions": tmp_path / "rewards.py"}
     given["reward_functions"].write_text(REWARD)
     given |= {"engine_url": stand_in().url} if name == "engine" else {}
@@ -81,7 +82,7 @@ def test_two_steps_are_those_of_slow_loops(name, tmp_path, load_script, stand_in
     write_rows(tmp_path / "chats.jsonl", [{"messages": chosen} for chosen, _ in PAIRS])
     flags = {flag: value for flag, value in (given | FLAGS_OF.get(name, {})).items() if hasattr(train.Config, flag)}
     command = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items() if value is not None]
-    directory = tmp_path / f"experiment_{name}" / "x"
+    directory = tmp_path / EXPERIMENTS[name].parent.name / "x"
     if name in RESUMED:
         train.main([*command, "--steps=1", "--checkpoint-every=1"])
         command = [f"--resume={directory}", "--steps=2"]

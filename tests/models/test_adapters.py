@@ -124,7 +124,7 @@ def test_what_was_decided_for_a_policy_holds_for_what_is_made_of_it(kind):
 
 def test_a_teacher_is_padded_with_no_pack_too(load_script, monkeypatch):
     monkeypatch.setattr("harness.models.teachers.check_context", lambda *_: None)
-    config_class = load_script("experiment_distill/train.py").Config
+    config_class = load_script("imitation/distill/train.py").Config
     for pack, expected in ((True, "sdpa"), (False, None)):
         config = config_class(pack=pack, device="cpu", dtype="float32", attn_implementation="sdpa", micro_batch_size=4)
         assert load_teacher(config, None, load()).args[0].packing == expected

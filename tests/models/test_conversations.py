@@ -25,10 +25,10 @@ from common.chat import encode_chat, encode_observation, encode_prompt, removes_
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
 from common.experience import collate
-from common.fast.matmul import use_fast_products
 from common.policy import Policy
 from common.tools import call_tool, parse_calls, schemas
 from common.trajectory import Trajectory
+from fast.matmul import use_fast_products
 from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY

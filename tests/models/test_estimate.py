@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.fast.cache import RowCache
 from common.sampling import next_logits
+from fast.cache import RowCache
 from viewer.results import read_json
 
 from harness.base.config import TINY_POLICY
@@ -72,7 +72,7 @@ def test_moments_in_8_bits_take_a_quarter(configure):
 
 def test_a_critic_is_a_second_decoder(configure, load_script):
     config, shape = configure()
-    with_critic = load_script("experiment_ppo/train.py").Config(**vars(config))
+    with_critic = load_script("policy_gradients/ppo/train.py").Config(**vars(config))
     one, two = memory_of(config, shape, PROMPT), memory_of(with_critic, shape, PROMPT)
     for part in ("weights", "gradients and optimizer"):
         assert two[part] == 2 * one[part] > 0
@@ -151,9 +151,9 @@ def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
     ("experiment", "flags"),
     [
         ("experiment_base", ""),
-        ("experiment_sft", "--tokens-per-batch 256"),
-        ("experiment_engine", "--engine-url http://127.0.0.1:1"),
-        ("experiment_mesh", "--tensor-parallel 2"),
+        ("imitation/sft", "--tokens-per-batch 256"),
+        ("scale/engine", "--engine-url http://127.0.0.1:1"),
+        ("scale/mesh", "--tensor-parallel 2"),
     ],
 )
 def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, monkeypatch, capsys, experiment, flags):
@@ -165,7 +165,7 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         load_script(f"{experiment}/train.py").main([*every.split(), *flags.split()])
     assert not ended.value.code
     output = capsys.readouterr().out
-    launch = {"experiment_mesh": "mesh 1x2", "experiment_engine": "multi_gpu x2"}.get(experiment, "fsdp2 x2")
+    launch = {"scale/mesh": "mesh 1x2", "scale/engine": "multi_gpu x2"}.get(experiment, "fsdp2 x2")
     for expected in ("1,820,352 parameters", launch, "one process fits", "less memory: "):
         assert expected in output
     savings = re.search("less memory: (.*)", output)[1]
@@ -186,8 +186,8 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         ("experiment_accelerate", "--gpus 8 --optimizer adamw_8bit", "multi_gpu x8"),
         ("experiment_accelerate", "--gpus 1", ""),
         ("experiment_accelerate_ddp", "--gpus 16", "multi_gpu x16"),
-        ("experiment_engine", "--gpus 4 --engine-url http://127.0.0.1:1", "multi_gpu x4"),
-        ("experiment_mesh", "--gpus 8 --tensor-parallel 2", "mesh 4x2"),
+        ("scale/engine", "--gpus 4 --engine-url http://127.0.0.1:1", "multi_gpu x4"),
+        ("scale/mesh", "--gpus 8 --tensor-parallel 2", "mesh 4x2"),
         ("experiment_base", "", "multi_gpu x2, fsdp2 x2"),
     ],
 )
@@ -222,7 +222,7 @@ def test_the_gpus_of_an_estimate_need_not_be_here(
     ],
 )
 def test_gpus_that_no_estimate_can_be_for_are_refused(load_script, monkeypatch, flags, sentence):
-    experiment = "experiment_mesh" if "tensor" in flags else "experiment_accelerate"
+    experiment = "scale/mesh" if "tensor" in flags else "experiment_accelerate"
     monkeypatch.syspath_prepend(ROOT / experiment)
     with pytest.raises(UserError, match=sentence):
         load_script(f"{experiment}/train.py").main(flags.split())
@@ -241,7 +241,7 @@ def test_before_fsdp2_shards_a_model_each_process_evaluates_with_all_of_it(confi
 
 def test_a_mesh_divides_what_is_held_and_what_is_computed(configure, load_script):
     config, shape = configure("--kl-weight", "0.1")
-    of_mesh = load_script("experiment_mesh/train.py").Config
+    of_mesh = load_script("scale/mesh/train.py").Config
     one, two, four = (
         memory_of(of_mesh(**vars(config) | {"tensor_parallel": tensor}), shape, PROMPT, "mesh", 4)
         for tensor in (1, 2, 4)

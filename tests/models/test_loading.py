@@ -367,5 +367,5 @@ def test_sft_leaves_out_what_exceeds_the_context(tmp_path, monkeypatch, load_scr
     ]
     Path("d.jsonl").write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in turns))
     flags = ("--model", "./model", "--data", "d.jsonl", "--max-length", "4096", "--name", "x", "--device", "cpu")
-    load_script("experiment_sft/train.py").main([*flags, "--eval-prompts", "2"])
+    load_script("imitation/sft/train.py").main([*flags, "--eval-prompts", "2"])
     assert "2 of 22 rows left out: too long" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def train(load_script, four_layers, tmp_path_factory):
         place = tmp_path_factory.mktemp("runs")
         argv = ["--model", str(four_layers), *SHORT, "--runs-dir", str(place), *flags]
         load_script(f"{experiment}/train.py").main(argv)
-        return place / experiment / "x"
+        return place / Path(experiment).name / "x"
 
     return train
 
@@ -139,8 +139,8 @@ def test_the_notebook_of_gsm8k_runs_from_top_to_bottom(load_script, four_layers,
     nbformat = pytest.importorskip("nbformat", reason="needs the extra notebook")
     short = "--steps 2 --prompts-per-step 2 --group-size 2 --max-new-tokens 8 --eval-prompts 3"
     monkeypatch.setenv("GSM8K_FLAGS", f"--model {four_layers} {short} --runs-dir {tmp_path}")
-    path = ROOT / "notebooks/gsm8k_smollm2.ipynb"
-    executed = load_script("notebooks/execute.py").execute(nbformat.read(path, as_version=4), path.parent)
+    path = ROOT / "docs/notebooks/gsm8k_smollm2.ipynb"
+    executed = load_script("docs/notebooks/execute.py").execute(nbformat.read(path, as_version=4), path.parent)
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     printed = "\n".join(output.get("text") or str(output.get("data", {}).get("text/plain")) for output in outputs)
     assert "3 of 3 greedy answers" in printed

@@ -1,4 +1,4 @@
-"""Running notebooks/one_grpo_step.ipynb reproduces its outputs, and its sentences agree with them.
+"""Running docs/notebooks/one_grpo_step.ipynb reproduces its outputs, and its sentences agree with them.
 
 gsm8k_smollm2.ipynb takes twenty minutes: tests/models/test_smollm2.py runs a short form of it.
 """
@@ -21,8 +21,8 @@ reason = "needs the extra notebook"
 nbformat, _, _ = (pytest.importorskip(package, reason=reason) for package in ("nbformat", "nbclient", "ipykernel"))
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "notebooks" / "one_grpo_step.ipynb"
-LONG = ROOT / "notebooks" / "gsm8k_smollm2.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebooks" / "one_grpo_step.ipynb"
+LONG = ROOT / "docs" / "notebooks" / "gsm8k_smollm2.ipynb"
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\d)")
 SOLUTION = re.compile(r"```python\n(.*?)```\s+```\n(.*?)```", re.DOTALL)  # its code, and the output
 
@@ -41,7 +41,7 @@ def executed(committed, load_script) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.outputs = []
     notebook.cells += [nbformat.v4.new_code_cell(code) for code, _ in solutions(committed)]
-    return load_script("notebooks/execute.py").execute(notebook, NOTEBOOK.parent)
+    return load_script("docs/notebooks/execute.py").execute(notebook, NOTEBOOK.parent)
 
 
 def solutions(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
@@ -110,12 +110,12 @@ def test_solutions_print_what_they_say(committed, executed):
 
 
 def test_the_picture_beside_it_is_that_of_the_notebook(committed, load_script):
-    execute = load_script("notebooks/execute.py")
+    execute = load_script("docs/notebooks/execute.py")
     assert execute.PICTURE.read_bytes() == execute.picture(committed)
 
 
 def test_examples_of_the_pictures(load_script):
-    result = doctest.testmod(load_script("notebooks/pictures.py"))
+    result = doctest.testmod(load_script("docs/notebooks/pictures.py"))
     assert result.attempted >= 3
     assert result.failed == 0
 

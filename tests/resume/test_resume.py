@@ -492,12 +492,22 @@ def test_an_adapter_is_resumed(tmp_path, train):
     check_resumed(train, tmp_path, *FLAGS, "--steps", "2", "--lora-rank", "2")
 
 
-SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo", "experiment_distill")
+SIBLINGS = (
+    "policy_gradients/rloo",
+    "policy_gradients/maxrl",
+    "policy_gradients/gspo",
+    "policy_gradients/cispo",
+    "imitation/distill",
+)
 
 
 @pytest.mark.parametrize(
     "experiment",
-    ["experiment_dapo", "experiment_ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)],
+    [
+        "policy_gradients/dapo",
+        "policy_gradients/ppo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS),
+    ],
 )
 def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
     """With dynamic sampling, too: a step's rounds are keyed by the step; and with a critic, in the checkpoint."""
@@ -509,7 +519,7 @@ def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
 def test_supervised_fine_tuning_is_resumed(tmp_path, load_script):
     turns = [({"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}) for n in range(40)]
     write_rows(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
-    main = load_script("experiment_sft/train.py").main
+    main = load_script("imitation/sft/train.py").main
     flags = ("--model", "tiny", "--data", str(tmp_path / "chats.jsonl"), "--tokens-per-batch", "256")
     check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *flags)
 
@@ -517,7 +527,7 @@ def test_supervised_fine_tuning_is_resumed(tmp_path, load_script):
 def check_resumed(train: Callable[..., str], place: Path, *flags: str) -> None:
     """After its first step a run continues to the same result."""
     train(*flags, "--checkpoint-every", "1", "--keep-checkpoints", "9", "--runs-dir", str(place), "--name", "x")
-    (expected,) = place.glob("experiment_*/x")
+    (expected,) = place.glob("*/x")
     directory = copy_of(expected, place, until=1)
     assert "after step 1\n" in train("--resume", str(directory))
     assert_equal_runs(directory, expected)

@@ -1,4 +1,4 @@
-"""Every flag of experiment_base and of experiment_sft does something: a run with it differs as the flag promises.
+"""Every flag of experiment_base and of imitation/sft does something: a run with it differs as the flag promises.
 
 Flags whose effects do not hide each other share a run.
 """
@@ -27,7 +27,7 @@ from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import TINY_POLICY
 
-BASE, SFT, LESSONS = "experiment_base/train.py", "experiment_sft/train.py", "imitation/tiny_policy/make_policy.py"
+BASE, SFT, LESSONS = "experiment_base/train.py", "imitation/sft/train.py", "imitation/tiny_policy/make_policy.py"
 # Small, with a learning rate (and two epochs) that make every update visible in the next one.
 COMMON = "--lr 1e-4 --checkpoint-every 0 --seed 5 --device cpu --name x"
 START = {

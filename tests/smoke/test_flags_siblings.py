@@ -67,8 +67,8 @@ AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_b
     "experiment_drgrpo": "--critic-type grpo",
     "experiment_accelerate": "",
     "experiment_accelerate_ddp": "",
-    "experiment_engine": "--importance-cap 0 --engine-url http://127.0.0.1:1",
-    "experiment_mesh": "",
+    "scale/engine": "--importance-cap 0 --engine-url http://127.0.0.1:1",
+    "scale/mesh": "",
     "experiment_multiturn_tool_calling": WITHOUT_TOOLS,
     "experiment_multiturn_qa": WITHOUT_TOOLS,
 }
@@ -79,8 +79,8 @@ OTHER_DEFAULTS = {
 # smoke/test_multiturn.py and smoke/test_multiturn_qa.py cover the flags that do nothing without tools
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
 ELSEWHERE_OF = {
-    "experiment_engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
-    "experiment_mesh": {"tensor_parallel", "engine"},  # gloo/test_mesh.py
+    "scale/engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
+    "scale/mesh": {"tensor_parallel", "engine"},  # gloo/test_mesh.py
     "experiment_multiturn_tool_calling": {"tools", "tool_seconds"},
     "experiment_multiturn_qa": {"tools", "tool_seconds"} | SEARCH_FLAGS,
 }
@@ -120,13 +120,13 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     (tmp_path / "files" / "rewards.py").write_text(reward)
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (tmp_path / "files" / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
-    monkeypatch.setattr(load_script("experiment_engine/train.py"), "start_engine", TheSampler)
+    monkeypatch.setattr(load_script("scale/engine/train.py"), "start_engine", TheSampler)
 
     def run(place: str, experiment: str, flags: str) -> Path:
         (tmp_path / place).mkdir()
         monkeypatch.chdir(tmp_path / place)
         load_script(f"{experiment}/train.py").main(flags.replace("files/", "../files/").split())
-        (directory,) = Path.cwd().glob(f"*/{experiment}/*")
+        (directory,) = Path.cwd().glob(f"*/{Path(experiment).name}/*")
         return directory
 
     return run
@@ -196,12 +196,12 @@ def test_inherited_flags_do_what_they_do_in_the_parent(run, flags, siblings):
     base = contents(run("base", "experiment_base", flags))
     for sibling in siblings:
         same = contents(run(sibling, sibling, f"{AS_THE_PARENT[sibling]} {flags}"))
-        in_parts = "checkpoints/" if sibling == "experiment_mesh" else None  # written by torch.distributed.checkpoint
+        in_parts = "checkpoints/" if sibling == "scale/mesh" else None  # written by torch.distributed.checkpoint
         expected = {name: content for name, content in base.items() if not (in_parts and name.startswith(in_parts))}
         assert same.keys() == expected.keys()
         for name, content in expected.items():
             found = like(same[name], content)
-            if sibling != "experiment_engine":
+            if sibling != "scale/engine":
                 assert found == content, (sibling, name)
             elif not isinstance(content, str):  # its old log-probs are recomputed, not the sampler's: rounding differs
                 assert_close(found, content)
@@ -246,7 +246,7 @@ def quick_run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     def quick_run(experiment: str, *flags: str) -> Path:
         place = flags[-1] if flags else "as_it_is"
         load_script(f"{experiment}/train.py").main([*QUICK, "--runs-dir", place, *flags])
-        return tmp_path / place / experiment / "x"
+        return tmp_path / place / Path(experiment).name / "x"
 
     return quick_run
 

@@ -32,7 +32,7 @@ def test_run_sh_notes_each_result(tmp_path):
 def test_runs_are_measured_beside_the_estimate_and_the_cpu(tmp_path, load_script, monkeypatch):
     measure = load_script("benchmarks/gpu/measure.py")
     monkeypatch.setattr(measure, "SIZES", {"Qwen/Qwen2.5-0.5B-Instruct": {"packed": ""}})
-    monkeypatch.setattr(measure, "LEARN", {"experiment_dpo": measure.LEARN["experiment_dpo"]})
+    monkeypatch.setattr(measure, "LEARN", {"rewards/dpo": measure.LEARN["rewards/dpo"]})
     bench = measure.Bench(measure.Config(output=tmp_path, cpu=True))
     measure.sizes(bench)
     measure.learn(bench)

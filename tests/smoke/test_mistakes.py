@@ -26,6 +26,7 @@ from common.errors import UserError
 from tasks import arithmetic
 
 from harness.base.config import TINY_POLICY
+from harness.base.places import CHAPTERS
 from harness.run.checkpoints import newest_checkpoint
 from harness.run.start import run_main
 
@@ -315,7 +316,11 @@ def test_the_loading_script_of_a_dataset_is_not_run(train):
 
 def test_every_call_that_could_run_foreign_code_forbids_it():
     """transformers asks the user instead, unless trust_remote_code=False is passed."""
-    files = [path for folder in ("common", "harness", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")]
+    files = [
+        path
+        for folder in ("common", "fast", "harness", "experiment_*", *CHAPTERS)
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
     calls = [
         node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)
     ]

@@ -16,8 +16,8 @@ from harness.base.config import PolicyConfig
 from harness.engines import chat_server
 from harness.models.reward_loading import new_reward_model
 
-SAMPLE, SCORE = "experiment_reward_model/sample_responses.py", "experiment_reward_model/score_responses.py"
-PAIRS, CHATS = "experiment_reward_model/make_pairs.py", "experiment_sft/make_chats.py"
+SAMPLE, SCORE = "rewards/reward_model/sample_responses.py", "rewards/reward_model/score_responses.py"
+PAIRS, CHATS = "rewards/reward_model/make_pairs.py", "imitation/sft/make_chats.py"
 # 14 prompts in batches of 2, the last shard of 3 with one batch more
 SMALL = ["--limit", "14", "--num-samples", "4", "--generation-batch-size", "8", "--max-new-tokens", "64"]
 CHAT = "/v1/chat/completions"

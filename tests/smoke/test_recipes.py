@@ -41,10 +41,10 @@ def models(load_script, tmp_path_factory) -> Path:
     savers, folder = load_script("tests/models/conftest.py"), tmp_path_factory.mktemp("models")
     savers.save_qwen2(folder / "qwen2")
     savers.save_llama(folder / "llama")
-    make = load_script("experiment_reward_model/train.py").main
+    make = load_script("rewards/reward_model/train.py").main
     flags = ("--max-pairs", "32", "--eval-prompts", "2", "--device", "cpu", "--name", "x", "--runs-dir", str(folder))
     make(["--model", str(folder / "llama"), *flags])
-    (folder / "experiment_reward_model" / "x" / "final").rename(folder / "judge")
+    (folder / "reward_model" / "x" / "final").rename(folder / "judge")
     return folder
 
 
@@ -101,7 +101,7 @@ def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, 
     experiment = "experiment_drgrpo" if "drgrpo" in recipe.stem else "experiment_base"
     assert script == str(ROOT / experiment / "train.py")
     load_script(f"{experiment}/train.py").main(argv)
-    run = tmp_path / "runs" / experiment / "x"
+    run = tmp_path / "runs" / Path(experiment).name / "x"
     metrics, summary = read_metrics(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
     assert len([entry for entry in metrics if "loss/grad_norm" in entry and "reward/total" in entry]) == 2
@@ -175,7 +175,7 @@ def test_several_processes_are_launched(started_by, recipe, config, train):
         return
     assert words[:2] == ["-m", "accelerate.commands.launch"]
     args = launch_command_parser().parse_args(words[2:])
-    assert args.config_file == str(ROOT / f"accelerate_configs/{config}.yaml")
+    assert args.config_file == str(ROOT / f"recipes/accelerate_configs/{config}.yaml")
     assert (args.num_processes, args.main_process_port) == (4, 0)
     assert [args.training_script, *args.training_script_args] == words[script:]
 
@@ -187,7 +187,7 @@ def test_several_processes_are_launched(started_by, recipe, config, train):
             ("gsm8k_qwen2.5_3b_lora.sh", {"NUM_PROCESSES": number}, r"NUM_PROCESSES=\S+ must be 1 to 9999")
             for number in ("0", "two", "10000", "2;id", "a[$(id)]", "\x1b[31m")
         ),
-        ("gsm8k_qwen2.5_3b_lora.sh", {"CONFIG": "none"}, "CONFIG=none is not a file of accelerate_configs/"),
+        ("gsm8k_qwen2.5_3b_lora.sh", {"CONFIG": "none"}, "CONFIG=none is not a file of recipes/accelerate_configs/"),
         ("gsm8k_qwen2.5_3b_lora.sh", {"PYTHON": "no-python"}, "PYTHON=no-python: there is no such command"),
     ],
 )

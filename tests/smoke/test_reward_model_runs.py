@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,8 +29,8 @@ def judge(load_script, tmp_path_factory):
     """The directory of a run that makes a reward model."""
     runs = tmp_path_factory.mktemp("runs")
     flags = "--max-pairs 256 --eval-prompts 40 --eval-every 4 --lr 5e-4 --device cpu --name judge --checkpoint-every 0"
-    load_script("experiment_reward_model/train.py").main([*flags.split(), "--runs-dir", str(runs)])
-    return runs / "experiment_reward_model" / "judge"
+    load_script("rewards/reward_model/train.py").main([*flags.split(), "--runs-dir", str(runs)])
+    return runs / "reward_model" / "judge"
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def run(load_script, tmp_path, capsys):
     def call(name: str, *flags: str, experiment: str = "experiment_base") -> tuple[list[dict], object]:
         arguments = [*SHORT.split(), "--runs-dir", str(tmp_path), "--name", name, *flags]
         load_script(f"{experiment}/train.py").main(arguments)
-        directory = tmp_path / experiment / name
+        directory = tmp_path / Path(experiment).name / name
         return metrics_of(directory), directory
 
     return call
@@ -99,8 +100,8 @@ def uninterrupted(load_script, tmp_path_factory):
     """The directory of a run of four steps with a checkpoint of every second one."""
     runs = tmp_path_factory.mktemp("runs")
     flags = [*SMALL.split(), "--checkpoint-every", "2", "--runs-dir", str(runs)]
-    load_script("experiment_reward_model/train.py").main(flags)
-    return runs / "experiment_reward_model" / "x"
+    load_script("rewards/reward_model/train.py").main(flags)
+    return runs / "reward_model" / "x"
 
 
 def weights_of(directory) -> dict[str, torch.Tensor]:
@@ -111,7 +112,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(uninterrupted, load_script, tmp_pa
     directory = shutil.copytree(uninterrupted, tmp_path / "x")
     shutil.rmtree(directory / "checkpoints" / "step_4")
     shutil.rmtree(directory / "final")
-    load_script("experiment_reward_model/train.py").main(["--resume", str(directory)])
+    load_script("rewards/reward_model/train.py").main(["--resume", str(directory)])
     assert metrics_of(directory) == metrics_of(uninterrupted)
     found = weights_of(directory)
     assert all(torch.equal(weight, found[name]) for name, weight in weights_of(uninterrupted).items())
@@ -119,16 +120,16 @@ def test_a_resumed_run_is_the_same_bit_by_bit(uninterrupted, load_script, tmp_pa
 
 def test_micro_batches_change_nothing(uninterrupted, load_script, tmp_path):
     flags = [*SMALL.split(), "--micro-batch-size", "1", "--runs-dir", str(tmp_path)]
-    load_script("experiment_reward_model/train.py").main(flags)
-    assert_alike(uninterrupted, tmp_path / "experiment_reward_model" / "x")
+    load_script("rewards/reward_model/train.py").main(flags)
+    assert_alike(uninterrupted, tmp_path / "reward_model" / "x")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_several_processes_equal_one(uninterrupted, tmp_path, num_processes):
     flags = [*SMALL.split(), "--runs-dir", str(tmp_path)]
-    launch(num_processes, ROOT / "experiment_reward_model" / "train.py", *flags)
-    assert_alike(uninterrupted, tmp_path / "experiment_reward_model" / "x")
+    launch(num_processes, ROOT / "rewards/reward_model" / "train.py", *flags)
+    assert_alike(uninterrupted, tmp_path / "reward_model" / "x")
 
 
 def assert_alike(one, other) -> None:

@@ -23,10 +23,11 @@ from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 from harness.base.checks import check_ranges, flag
 from harness.base.config import LORA_LR_FACTOR, RESOLVED
 from harness.base.flags import read_marks
+from harness.base.places import in_experiments
 
 pytestmark = pytest.mark.drawn
 
-TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
+TRAIN_FILES = sorted(in_experiments("train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    epochs_per_step: " in path.read_text()]
 STARTED = ("experiment_base", "experiment_accelerate_ddp", "experiment_multiturn_qa")
 STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
@@ -72,7 +73,7 @@ def hints_of(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def config_of(load_script) -> Callable[..., object]:
-    return lambda path: load_script(f"{path.parent.name}/train.py").Config
+    return lambda path: load_script(path.relative_to(ROOT).as_posix()).Config
 
 
 each_train_file = pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.parent.name)
@@ -118,7 +119,7 @@ def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
 def test_help_shows_defaults_as_they_are_resolved(path, load_script, config_of):
     """The values of RESOLVED, in the order of the table, and never None."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_of(path))}
-    table = getattr(load_script(f"{path.parent.name}/train.py"), "RESOLVED", RESOLVED)
+    table = getattr(load_script(path.relative_to(ROOT).as_posix()), "RESOLVED", RESOLVED)
     hints = hints_of(path)
     for name in next(iter(table.values())).keys() & defaults.keys():
         *others, last = (values[name] for values in table.values())
@@ -170,7 +171,7 @@ def test_help_is_colored_on_a_terminal():
     ],
 )
 def test_two_steps_leave_a_complete_run(tmp_path, path):
-    has_engine = path.parent.name == "experiment_engine"
+    has_engine = path.parent.name == "engine"
     result = finished(
         str(path),
         *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
@@ -202,11 +203,11 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["experiment_multiturn_tool_calling", pytest.param("experiment_engine", marks=pytest.mark.slow)]
+    "name", ["experiment_multiturn_tool_calling", pytest.param("scale/engine", marks=pytest.mark.slow)]
 )
 def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, name, request):
     """As in docs/your_task.md, with a changed weight."""
-    engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if name == "experiment_engine" else ()
+    engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if name == "scale/engine" else ()
     shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
     monkeypatch.chdir(tmp_path)
     load_script(f"{name}/train.py").main(
@@ -216,7 +217,7 @@ def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, 
             *("--max-new-tokens", "24", "--eval-prompts", "4", "--name", "mine", *engine),
         ]
     )
-    directory = tmp_path / "runs" / name / "mine"
+    directory = tmp_path / "runs" / Path(name).name / "mine"
     before, *steps, after = rows_of(directory)
     for entry in (before, after):
         assert {"eval/sampled/accuracy", "eval/sampled/reward_short", "eval/sampled/thinks"} <= entry.keys()
@@ -271,17 +272,17 @@ def test_experiment_base_trains_a_new_policy(tmp_path, load_script):
 
 
 @pytest.mark.slow
-def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, load_script):
+def test_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, load_script):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
         for n in range(200)
     ]
     write_rows(tmp_path / "chats.jsonl", rows)
     monkeypatch.chdir(tmp_path)
-    load_script("experiment_sft/train.py").main(
+    load_script("imitation/sft/train.py").main(
         ["--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"]
     )
-    directory = tmp_path / "runs" / "experiment_sft" / "smoke"
+    directory = tmp_path / "runs" / "sft" / "smoke"
     metrics = rows_of(directory)
     assert metrics[-1]["loss/total"] < 0.5 * metrics[1]["loss/total"]
     assert json_of(directory / "summary.json")["eval/loss"] < 0.5 * metrics[0]["eval/loss"]

@@ -1,4 +1,4 @@
-"""The files of accelerate_configs/, read by Accelerate's own code as in `accelerate launch`."""
+"""The files of recipes/accelerate_configs/, read by Accelerate's own code as in `accelerate launch`."""
 
 import shlex
 from pathlib import Path
@@ -10,7 +10,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "accelerate_configs"
+FOLDER = ROOT / "recipes" / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 

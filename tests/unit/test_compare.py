@@ -18,6 +18,8 @@ from viewer.results import keep_runs, read_json, read_runs, relative_paths, writ
 from viewer.results import main as keep
 from viewer.table import Z, print_table, wilson
 
+from harness.base.places import in_experiments
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiment_base" / "results"
 KEPT = read_runs(RESULTS)
@@ -136,20 +138,20 @@ def test_the_settings_that_differ_and_sampled_accuracies_are_shown(make_run, tab
     assert re.search("sampled +sampled .* data +lr", text.replace("\n", " "))
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_gspo"])  # the second has no kept runs
+@pytest.mark.parametrize("experiment", ["experiment_base", "policy_gradients/gspo"])  # the second has no kept runs
 def test_seeds_of_a_new_prefix_change_no_committed_file(make_run, load_script, tmp_path, monkeypatch, experiment):
     for seed in (0, 1):
         make_run(f"mine{seed}", lines=90, summary=KEPT["seed0"].summary, minibatch_size=32, epochs_per_step=4)
-    (tmp_path / "runs/experiment_base").rename(tmp_path / "runs" / experiment)
+    (tmp_path / "runs/experiment_base").rename(tmp_path / "runs" / Path(experiment).name)
     committed = [path for path in (ROOT / experiment).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     before, legends = [path.read_bytes() for path in committed], []
     monkeypatch.setattr(viewer.bands, "_add_legend", lambda figure: legends.append(
         figure.axes[0].get_legend_handles_labels()[1]) or 0.9)  # fmt: skip
     flags = ["--prefix", "mine", "--seeds", "0", "1", "--runs-dir", str(tmp_path / "runs")]
     load_script("benchmarks/seeds.py").main([experiment, *flags])
-    assert (tmp_path / "runs" / experiment / "mine_curve.png").stat().st_size > 1000
+    assert (tmp_path / "runs" / Path(experiment).name / "mine_curve.png").stat().st_size > 1000
     assert [path.read_bytes() for path in committed] == before
-    assert f"{experiment}/mine*, updates per step: 16 (2 runs)" in legends[0]
+    assert f"{Path(experiment).name}/mine*, updates per step: 16 (2 runs)" in legends[0]
     assert "experiment_base, updates per step: 1 (5 runs)" in legends[0]
 
 
@@ -235,7 +237,7 @@ def test_what_cannot_be_compared_is_told_in_a_sentence(make_run, arguments, sent
 def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
     figures = {}
-    for page in sorted(ROOT.glob("experiment_*/README.md")):
+    for page in sorted(in_experiments("README.md")):
         text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
         for command in re.findall(r"python -m viewer\.compare ([^\n#]*--output [^\n#]*)", text):
             *words, _, figure = shlex.split(command)

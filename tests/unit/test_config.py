@@ -137,7 +137,7 @@ def test_a_file_of_settings_is_checked_like_a_command_line(load_script, tmp_path
     ("script", "flag", "right"),
     [
         ("experiment_base/train.py", "--limit=5", "--max-prompts"),
-        ("experiment_dpo/train.py", "--max_prompts", "--max-pairs"),
+        ("rewards/dpo/train.py", "--max_prompts", "--max-pairs"),
         ("evaluate.py", "--max-prompts", "--limit"),
     ],
 )

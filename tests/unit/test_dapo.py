@@ -25,7 +25,7 @@ def reward(row, text):
 
 @pytest.fixture
 def train(load_script) -> ModuleType:
-    return load_script("experiment_dapo/train.py")
+    return load_script("policy_gradients/dapo/train.py")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def run(train, tmp_path, monkeypatch) -> Callable[[str], SimpleNamespace]:
             patch.setattr(train, "sample_completions", sample_and_note)
             patch.setattr(train, "collate", lambda rows, *others: trained.append(rows) or collate(rows, *others))
             train.main([*FLAGS.split(), *flags.split()])
-        metrics = [row for row in metrics_of(tmp_path / "runs" / "experiment_dapo" / "x") if "loss/total" in row]
+        metrics = [row for row in metrics_of(tmp_path / "runs" / "dapo" / "x") if "loss/total" in row]
         per_step, left = [], iter(rounds)
         for row in metrics:
             per_step.append([next(left) for _ in range(row["sampling/groups"] // QUESTIONS)])
@@ -127,5 +127,5 @@ def test_the_punishment_is_in_the_return_unless_its_weight_is_0(run, tmp_path):
         total = metrics["reward/correct"] + weight * metrics["reward/overlong"]
         assert metrics["reward/total"] == pytest.approx(total)
         assert (metrics["reward/total"] < metrics["reward/correct"]) == is_lower
-        (tmp_path / "runs" / "experiment_dapo" / "x").rename(tmp_path / f"weight_{weight}")
+        (tmp_path / "runs" / "dapo" / "x").rename(tmp_path / f"weight_{weight}")
     assert len(rows_of(tmp_path / "weight_0")) == len(rows_of(tmp_path / "weight_1"))

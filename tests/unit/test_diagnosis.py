@@ -14,6 +14,7 @@ from viewer.groups import name_of
 from viewer.results import read_runs
 
 from harness.base.config import RunConfig
+from harness.base.places import in_experiments
 from harness.logs.diagnosis import Diagnosis
 from harness.logs.statistics import UpdateStatistics
 from harness.models.loading import load_policy
@@ -212,7 +213,7 @@ REPORTS_OF_RESULTS = {
 }
 RESULTS = [
     run
-    for folder in sorted(ROOT.glob("experiment_*/results"))
+    for folder in sorted(in_experiments("results"))
     for run in read_runs(folder).values()
     if "group_size" in run.config
 ]

@@ -25,7 +25,7 @@ def random_values(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def train(load_script):
-    return load_script("experiment_distill/train.py")
+    return load_script("imitation/distill/train.py")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 The mistakes that benchmarks/traps.py plants take effect, and leave nothing behind; the page describes them.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -26,6 +27,7 @@ from viewer.results import read_runs
 
 from harness.base.checks import flag
 from harness.base.config import RunConfig
+from harness.base.places import CHAPTERS, in_experiments
 from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +38,9 @@ PAGES = sorted(
     for path in ROOT.glob("**/*.md")
     if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
-SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
+SOURCES = ("common", "fast", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*", *CHAPTERS)
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "imitation/tiny_policy/make_gsm8k_easy.py", "notebooks/execute.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "imitation/tiny_policy/make_gsm8k_easy.py", "docs/notebooks/execute.py"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def test_links_lead_to_files_that_exist(page):
         assert "://" in target or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", sorted(in_experiments("README.md")), ids=lambda page: page.parent.name)
 def test_numbered_steps_point_at_the_numbered_comments(page):
     lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
     text = page.read_text(encoding="utf-8")
@@ -75,13 +77,20 @@ def test_the_first_page_is_short():
 
 @pytest.mark.parametrize("language", ["ru", "zh"])
 def test_a_translation_has_the_commands_links_and_numbers_of_the_readme(language):
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", f"README.{language}.md")]
-    for pattern in (r"^```.*?^```$", r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(((?!README)[^)]+)\)", r"^(?=#|\|)"):
+    names = ("README.md", f"docs/README.{language}.md")
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in names]
+    for pattern in (r"^```.*?^```$", r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"^(?=#|\|)"):
         english, other = (sorted(re.findall(pattern, text, re.MULTILINE | re.DOTALL)) for text in texts)
         assert other == english
         assert len(english) >= 3
-    for text in texts:
-        assert len(re.findall(r"\]\(README", text)) == 2  # the other languages
+    links = [
+        sorted(os.path.normpath(Path(name).parent / target) for target in re.findall(r"\]\(([^)]+)\)", text))
+        for name, text in zip(names, texts, strict=True)
+    ]
+    languages = {"README.md", "docs/README.ru.md", "docs/README.zh.md"}
+    english, other = ([link for link in page if link not in languages] for page in links)
+    assert other == english
+    assert [sorted(languages - {*page}) for page in links] == [[name] for name in names]  # each links the other two
 
 
 def test_every_cited_paper_is_listed_and_every_listed_one_is_cited():
@@ -97,7 +106,9 @@ def test_every_cited_paper_is_listed_and_every_listed_one_is_cited():
 
 def test_every_letter_of_a_shape_is_in_the_glossary():
     letters = re.findall(r"^\| (\S+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    paths = [path for folder in ("common", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")]
+    paths = [
+        path for folder in ("common", "fast", "experiment_*", *CHAPTERS) for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
     shapes = [each for path in paths for each in re.findall(r"# .*?\(([\w, -]+)\)", path.read_text(encoding="utf-8"))]
     used = {
         name
@@ -165,10 +176,10 @@ def test_every_logged_key_is_explained():
         assert any(place in explained for place in places), key
 
 
-@pytest.mark.parametrize("patch", sorted(ROOT.glob("experiment_*/*.patch")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("patch", sorted(in_experiments("*.patch")), ids=lambda path: path.parent.name)
 def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
-    scripts = re.findall(r"^\+\+\+ b/(experiment_\w+/\w+\.py)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
-    (tmp_path / patch.parent.name).mkdir()
+    scripts = re.findall(r"^\+\+\+ b/([\w/]+/\w+\.py)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    (tmp_path / patch.parent.relative_to(ROOT)).mkdir(parents=True)
     for script in scripts:
         shutil.copy(ROOT / script, tmp_path / script)
     result = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True)

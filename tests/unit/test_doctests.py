@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("common", "doctor", "harness", "tasks", "viewer")
+PACKAGES = ("common", "doctor", "fast", "harness", "tasks", "viewer")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for package in PACKAGES

@@ -40,7 +40,7 @@ INDEX = torch.tensor([0, 1, 1, 0])  # of the second pair the rejected answer com
 
 @pytest.fixture
 def train(load_script) -> ModuleType:
-    return load_script("experiment_dpo/train.py")
+    return load_script("rewards/dpo/train.py")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, c
     assert preference_metrics(scores, [(1, 1)] * 4, [False] * 4)["accuracy"] == 0.5
     assert pair_metrics(statistics)["preference/accuracy"] == 0.5
 
-    judge = load_script("experiment_reward_model/train.py")
+    judge = load_script("rewards/reward_model/train.py")
     model = new_reward_model(judge.Config(device="cpu", dtype="float32", attn_implementation="sdpa"))
     torch.nn.init.zeros_(model.model.score.weight)
     pairs, _ = load_pairs(config, model, read_pairs(config))
@@ -228,7 +228,7 @@ def run(train, tmp_path, monkeypatch) -> Callable[..., Path]:
 
     def run(*flags: str) -> Path:
         train.main(["--data", "pairs.jsonl", *FLAGS.split(), *flags])
-        return tmp_path / "runs" / "experiment_dpo" / "x"
+        return tmp_path / "runs" / "dpo" / "x"
 
     return run
 
@@ -285,8 +285,8 @@ def test_a_new_adapter_is_compared_with_its_base(run):
 def test_two_processes_equal_one(run, tmp_path):
     alone = run("--epochs", "2", "--micro-batch-size", "1").rename(tmp_path / "alone")
     flags = ["--data", str(tmp_path / "pairs.jsonl"), *FLAGS.split(), "--epochs", "2", "--micro-batch-size", "1"]
-    launch(2, ROOT / "experiment_dpo" / "train.py", *flags, "--runs-dir", str(tmp_path / "two"))
-    together = tmp_path / "two" / "experiment_dpo" / "x"
+    launch(2, ROOT / "rewards/dpo" / "train.py", *flags, "--runs-dir", str(tmp_path / "two"))
+    together = tmp_path / "two" / "dpo" / "x"
     for one, two in zip(metrics_of(alone), metrics_of(together), strict=True):
         assert one.keys() == two.keys()
         near = {name for name, value in one.items() if two[name] == pytest.approx(value, rel=2e-3, abs=2e-4)}

@@ -216,7 +216,9 @@ def test_advantages_equal_a_slow_loop(formula, is_scaled, group_size):
 
 
 @pytest.mark.parametrize("weight", [0.3, -0.7])
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo", "experiment_rloo", "experiment_maxrl"])
+@pytest.mark.parametrize(
+    "experiment", ["experiment_base", "experiment_drgrpo", "policy_gradients/rloo", "policy_gradients/maxrl"]
+)
 def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, monkeypatch, experiment, weight):
     train = load_script(f"{experiment}/train.py")
     seen, returns = [], []
@@ -243,8 +245,8 @@ def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, mon
         expected = {
             "experiment_base": [(value - mean) / (std + STD_EPS) for value in group],
             "experiment_drgrpo": [value - mean for value in group],
-            "experiment_rloo": [value - other for value, other in zip(group, others, strict=True)],
-            "experiment_maxrl": [(value - mean) / max(mean - min(0, *group), STD_EPS) for value in group],
+            "policy_gradients/rloo": [value - other for value, other in zip(group, others, strict=True)],
+            "policy_gradients/maxrl": [(value - mean) / max(mean - min(0, *group), STD_EPS) for value in group],
         }
         assert found == pytest.approx(expected[experiment], abs=1e-6)
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.experience import MicroBatchSize, collate
-from common.fast import packed_rows
 from common.logprobs import MAX_LOGITS, token_log_probs
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
+from fast import packed_rows
 
 from harness.models.loading import check_computation
 from harness.processes.accelerator import prepare

@@ -19,6 +19,8 @@ from common.loss import (
     probability_ratio,
 )
 
+from harness.base.places import in_experiments
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, TOKENS, BUDGET, CLIP_EPS = 5, 7, 20, 0.2
 MASK = torch.tensor(
@@ -70,7 +72,7 @@ def formula_and_loss(request, load_script):
 
 
 def test_every_experiment_has_an_oracle():
-    experiments = {path.parent.name for path in ROOT.glob("experiment_*/train.py")}
+    experiments = {path.parent.relative_to(ROOT).as_posix() for path in in_experiments("train.py")}
     assert FORMULAS.keys() | ONE_LINE == experiments
 
 
@@ -198,7 +200,7 @@ def test_the_budget_only_scales_the_loss_of_dr_grpo(make_experience, formula_and
 
 # One update per rollout ----------------------------------------------------------------------------------------------
 
-RATIO_LOSSES = ("experiment_base", "experiment_gspo", "experiment_cispo", "experiment_dapo")
+RATIO_LOSSES = ("experiment_base", "policy_gradients/gspo", "policy_gradients/cispo", "policy_gradients/dapo")
 
 
 def gradients(load_script, make_experience, old: torch.Tensor | None) -> list[torch.Tensor]:
@@ -236,10 +238,10 @@ def test_after_the_first_update_they_differ(load_script, make_experience):
 IN_TRL = {  # loss_type, level of the ratio, and the clip as TRL has it
     "experiment_base": ("grpo", "token", {}),
     "experiment_drgrpo": ("dr_grpo", "token", {}),
-    "experiment_rloo": ("dr_grpo", "token", {}),
-    "experiment_dapo": ("dapo", "token", {}),
-    "experiment_gspo": ("grpo", "sequence", {}),
-    "experiment_cispo": ("cispo", "token", {"clip_high": 1.28}),  # TRL's epsilon_high is the cap itself
+    "policy_gradients/rloo": ("dr_grpo", "token", {}),
+    "policy_gradients/dapo": ("dapo", "token", {}),
+    "policy_gradients/gspo": ("grpo", "sequence", {}),
+    "policy_gradients/cispo": ("cispo", "token", {"clip_high": 1.28}),  # TRL's epsilon_high is the cap itself
 }
 
 

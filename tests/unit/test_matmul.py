@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.fast import matmul
+from fast import matmul
 
 ROOT = Path(__file__).resolve().parents[2]
 

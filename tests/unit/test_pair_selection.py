@@ -15,7 +15,7 @@ from harness.data.task import task_of
 
 @pytest.fixture(scope="module")
 def script(load_script) -> ModuleType:
-    return load_script("experiment_reward_model/make_pairs.py")
+    return load_script("rewards/reward_model/make_pairs.py")
 
 
 @pytest.fixture(autouse=True)

@@ -204,7 +204,7 @@ def test_calls_and_tools_of_pairs_are_read(load, tokenizer):
 
 def test_the_bundled_pairs_are_about_other_questions_than_the_held_out_ones(load_script):
     """And both about others than those that a policy is evaluated on."""
-    train = load_script("experiment_reward_model/train.py")
+    train = load_script("rewards/reward_model/train.py")
     from tasks.arithmetic import EVAL_DATA
 
     from harness.data import pairs

@@ -148,7 +148,7 @@ def test_a_run_with_a_perfect_critic_explains_everything(train, tmp_path, monkey
     monkeypatch.setattr(train, "final_rewards", lambda _, mask: final_rewards(torch.arange(len(mask)) + 0.0, mask))
     flags = f"--steps 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 12 --eval-prompts 1 --gamma {gamma}"
     train.main([*flags.split(), "--gae-lambda", f"{gae_lambda}", "--runs-dir", str(tmp_path), "--name", "x"])
-    step = metrics_of(tmp_path / "experiment_ppo" / "x")[1]
+    step = metrics_of(tmp_path / "ppo" / "x")[1]
     assert step["critic/explained_variance"] == pytest.approx(1, abs=1e-6)
 
 
@@ -266,7 +266,7 @@ def test_a_saved_critic_is_read_back(make_policy, tokenizer, tmp_path):
 
 @pytest.fixture(scope="module")
 def train(load_script):
-    return load_script("experiment_ppo/train.py")
+    return load_script("policy_gradients/ppo/train.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,4 +1,4 @@
-"""experiment_reinforce: its loss against the definition, its baseline against a slow loop."""
+"""policy_gradients/reinforce: its loss against the definition, its baseline against a slow loop."""
 
 import json
 
@@ -11,7 +11,7 @@ ADVANTAGES = torch.tensor([[0.75], [-0.25], [-2.0]], dtype=torch.float64)
 
 @pytest.fixture
 def train(load_script):
-    return load_script("experiment_reinforce/train.py")
+    return load_script("policy_gradients/reinforce/train.py")
 
 
 def test_terms_and_pushes_are_those_of_the_definition(train, make_experience):
@@ -50,10 +50,10 @@ def test_advantages_are_rewards_minus_the_mean_of_earlier_ones_also_after_a_resu
     flags += ["--checkpoint-every", "2", "--runs-dir", str(tmp_path), "--max-new-tokens", "24"]
     train.main([*flags, "--name", "whole"])
     train.main([*flags, "--name", "half", "--steps", "2"])
-    train.main(["--resume", str(tmp_path / "experiment_reinforce/half"), "--steps", "3"])
-    lines = (tmp_path / "experiment_reinforce/whole/metrics.jsonl").read_text().splitlines()
+    train.main(["--resume", str(tmp_path / "reinforce/half"), "--steps", "3"])
+    lines = (tmp_path / "reinforce/whole/metrics.jsonl").read_text().splitlines()
     metrics = {row["step"]: row for row in map(json.loads, lines) if "reward/total" in row}
-    samples = (tmp_path / "experiment_reinforce/whole/samples.jsonl").read_text().splitlines()
+    samples = (tmp_path / "reinforce/whole/samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in samples]
     baseline = 0.0
     for step in (1, 2, 3):
@@ -62,5 +62,5 @@ def test_advantages_are_rewards_minus_the_mean_of_earlier_ones_also_after_a_resu
         if kind == "mean":
             baseline = 0.9 * baseline + 0.1 * metrics[step]["reward/total"]
         assert metrics[step]["reward/baseline"] == pytest.approx(baseline)
-    whole, half = (tmp_path / f"experiment_reinforce/{name}/final/model.safetensors" for name in ("whole", "half"))
+    whole, half = (tmp_path / f"reinforce/{name}/final/model.safetensors" for name in ("whole", "half"))
     assert whole.read_bytes() == half.read_bytes()

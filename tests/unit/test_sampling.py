@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from common.experience import collate
-from common.fast.kept_rows import KeptRows
 from common.policy import Policy
 from common.sampling import _draw, begin_rows, continue_rows, sample
 from common.trajectory import Trajectory
+from fast.kept_rows import KeptRows
 
 VOCAB = 24
 END = 2

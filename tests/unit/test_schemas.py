@@ -151,9 +151,9 @@ def test_a_row_that_has_what_is_asked_for_is_never_changed():
 
 
 @pytest.mark.parametrize(("script", "loads", "good"), [
-    ("experiment_sft", "load_policy", {"messages": CHAT}),
-    ("experiment_dpo", "load_policy", {"prompt": [USER], "chosen": "4", "rejected": "5"}),
-    ("experiment_reward_model", "new_reward_model", {"prompt": [USER], "chosen": "4", "rejected": "5"}),
+    ("imitation/sft", "load_policy", {"messages": CHAT}),
+    ("rewards/dpo", "load_policy", {"prompt": [USER], "chosen": "4", "rejected": "5"}),
+    ("rewards/reward_model", "new_reward_model", {"prompt": [USER], "chosen": "4", "rejected": "5"}),
 ])  # fmt: skip
 def test_rows_are_looked_at_before_a_model_is_loaded(load_script, tmp_path, monkeypatch, script, loads, good):
     monkeypatch.syspath_prepend(PAGE.parents[1] / script)

@@ -43,7 +43,7 @@ MANY = [conversation(f"Say {n} {'please ' * (n % 4)}", f"{n} " * (1 + n % 3)) fo
 
 @pytest.fixture(scope="module")
 def train(load_script) -> ModuleType:
-    return load_script("experiment_sft/train.py")
+    return load_script("imitation/sft/train.py")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def run(train, tmp_path, monkeypatch):
         write_rows("chats.jsonl", rows)
         common = ("--data", "chats.jsonl", "--lr", "1e-12", "--device", "cpu", "--name", "mine")
         train.main(["--model", "tiny", *common, *flags])
-        directory = Path("runs/experiment_sft/mine")
+        directory = Path("runs/sft/mine")
         return policies[0], batches, rows_of(directory), json_of(directory / "summary.json")
 
     return run

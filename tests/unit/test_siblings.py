@@ -13,8 +13,10 @@ import pytest
 
 from viewer.diff import Hunk, hunks, num_changed_lines, parent_of
 
+from harness.base.places import CHAPTERS, in_experiments
+
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiment_*/train.py"))
+EXPERIMENTS = sorted(path.parent for path in in_experiments("train.py"))
 README = "README.md"
 
 
@@ -26,13 +28,17 @@ def blocks_of(experiment: Path) -> list[Hunk]:
     return hunks(parent_of(experiment), experiment)
 
 
+def name_of(experiment: Path) -> str:
+    return experiment.relative_to(ROOT).as_posix()
+
+
 def text_of(experiment: Path) -> str:
     return (experiment / README).read_text(encoding="utf-8")
 
 
 def table_rows(page: Path) -> dict[str, list[str]]:
     """A table of the curriculum: the cells of each experiment's row, by its name."""
-    pattern = r"^\| \d+ \| \[(experiment_\w+)\]\((?:\.\./)?\1/README\.md\) \|(.*)\|$"
+    pattern = r"^\| \d+ \| \[([\w/]+)\]\((?:\.\./)?\1/README\.md\) \|(.*)\|$"
     rows = re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 
@@ -63,7 +69,7 @@ def test_the_readme_shows_the_diff(experiment):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.name)
 def test_code_that_a_readme_quotes_is_code_of_the_project(experiment):
-    sources = [*ROOT.glob("common/**/*.py"), *ROOT.glob("docs/*.py"), *experiment.glob("*.py")]
+    sources = [*ROOT.glob("common/**/*.py"), *ROOT.glob("fast/*.py"), *ROOT.glob("docs/*.py"), *experiment.glob("*.py")]
     texts = [re.sub(r"^ +", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in sources]
     for block in re.findall(r"^```python\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL):
         quoted = re.sub(r"^ +", "", textwrap.dedent(block), flags=re.MULTILINE)
@@ -74,18 +80,21 @@ def test_the_curriculum_table_is_true():
     """Every experiment has a row with its parent and the size of its diff, and the main README has the same rows."""
     rows = table_rows(ROOT / "docs" / "curriculum.md")
     assert list(rows) == list(table_rows(ROOT / README))
-    assert sorted(rows) == [path.name for path in EXPERIMENTS]
+    assert sorted(rows) == sorted(map(name_of, EXPERIMENTS))
     for experiment in EXPERIMENTS:
-        _, parent, size, *_ = rows[experiment.name]
+        _, parent, size, *_ = rows[name_of(experiment)]
         if experiment in SIBLINGS:
-            assert (parent, size) == (parent_of(experiment).name, f"{num_changed_lines(blocks_of(experiment))} lines")
+            assert (parent, size) == (
+                name_of(parent_of(experiment)),
+                f"{num_changed_lines(blocks_of(experiment))} lines",
+            )
         else:
             assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
 
 
 # Allowed imports ------------------------------------------------------------------------------------------------------
 
-ROOMS = ("common", "doctor", "harness", "tasks", "viewer")
+ROOMS = ("common", "doctor", "fast", "harness", "tasks", "viewer")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -102,6 +111,7 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(("room", "forbidden"), [
     ("common", {"harness", "tasks", "viewer"}),
+    ("fast", {"harness", "tasks", "viewer"}),
     ("harness", {"tasks"}),
     ("viewer", {"common"}),
     ("doctor", {"common"}),  # it has its own slow loops; only the adapter for our own files imports others
@@ -114,7 +124,7 @@ def test_a_room_imports_nothing_of_the_rooms_above(room, forbidden):
 
 def test_no_two_files_have_the_same_name():
     paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.name.startswith("__")]
-    beside = [path for path in ROOT.glob("experiment_*/*.py") if path.name != "train.py" and not path.is_symlink()]
+    beside = [path for path in in_experiments("*.py") if path.name != "train.py"]
     for names in ([path.name for path in paths], [path.name for path in beside]):
         assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
@@ -122,7 +132,7 @@ def test_no_two_files_have_the_same_name():
 def test_no_program_changes_where_modules_are_found():
     """`-e .` in requirements.txt does that. Only a user's tool processes get the search path of the run's process."""
     changes = re.compile(r"sys\.path(\[.*\])? *\+?=|sys\.path\.(insert|append|extend)|site\.addsitedir")
-    folders = (*ROOMS, "benchmarks", "data", "docs", "experiment_*", "notebooks")
+    folders = (*ROOMS, "benchmarks", "data", "docs", "experiment_*", *CHAPTERS)
     folders += ("tests/engine/stand_in",)  # also a program
     paths = [path for folder in folders for kind in ("py", "ipynb") for path in ROOT.glob(f"{folder}/**/*.{kind}")]
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]

@@ -21,6 +21,7 @@ from common.trajectory import Trajectory
 from tasks import arithmetic
 
 from harness.base.config import TINY_POLICY, RunConfig
+from harness.base.places import CHAPTERS
 from harness.base.terminal import POLICY, REWARD, TOOL, say, say_above_progress, visible
 from harness.data.task import Row, Task
 from harness.logs.samples import describe_best
@@ -49,7 +50,7 @@ def test_there_is_one_place_that_prints():
     """Except the tables of summary.py, whose cells come from `printable`, and which are tested below."""
     prints = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "console.print", "warnings.warn")
     found = set()
-    folders = ("common", "harness", "tasks", "experiment_*")
+    folders = ("common", "fast", "harness", "tasks", "experiment_*", *CHAPTERS)
     for path in (path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in prints:

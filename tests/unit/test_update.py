@@ -139,8 +139,8 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy)
 @pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
 def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
     """Over two epochs of two minibatches, with tool output in rows: equal to a slow loop's, and adding up."""
-    train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
-    has_critic = experiment == "experiment_ppo"
+    train, weighted = load_script(f"{experiment}/train.py"), experiment == "scale/engine"
+    has_critic = experiment == "policy_gradients/ppo"
     formula = FORMULAS[experiment][0][0]
     policy = load_policy(RunConfig(device="cpu"))
     sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}

@@ -50,8 +50,10 @@ def test_one_file_without_a_parent(write, capsys, text, sentence):
 
 def test_the_command_of_the_readme_prints_both_versions_of_a_changed_line():
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "viewer.diff", "experiment_maxrl"]
+    command = [sys.executable, "-m", "viewer.diff", "policy_gradients/maxrl"]
     printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     assert "\n-        advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)\n" in printed
     assert "\n+        advantages = group_advantages(returns) / success_rate(returns)  # (Q, G)\n" in printed
-    assert printed.endswith("from experiment_base/train.py to experiment_maxrl/train.py, not counting the docstrings\n")
+    assert printed.endswith(
+        "from experiment_base/train.py to policy_gradients/maxrl/train.py, not counting the docstrings\n"
+    )

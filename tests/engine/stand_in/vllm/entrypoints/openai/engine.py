@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from common.fast.matmul import use_fast_products
 from common.policy import Policy
 from common.sampling import _nucleus, continue_rows
 from common.trajectory import Trajectory
+from fast.matmul import use_fast_products
 
 from harness.models.pretrained import read_model, read_tokenizer
 
