@@ -9,6 +9,8 @@ from pathlib import Path
 from viewer.results import names_in, open_run, read_runs
 from viewer.runs import Run, RunError, number, printable, step_of
 
+from harness.base.places import current_name
+
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
 # Entries of config.json that do not affect learning
 NOT_LEARNED = {"seed", "name", "runs_dir", "resume", "device", "threads", "gpu", "machine", "versions", "commit"}
@@ -111,7 +113,7 @@ def _read(places: list[Path]) -> tuple[list[Run], list[str]]:
 
 def experiment_of(run: Run) -> str:
     folder = run.directory.parent
-    return run.config.get("experiment", (folder.parent if folder.name == "results" else folder).name)
+    return current_name(run.config.get("experiment", (folder.parent if folder.name == "results" else folder).name))
 
 
 def name_of(run: Run) -> str:

@@ -15,7 +15,8 @@ from annotated_types import Ge, Gt, Interval
 from common.errors import UserError
 from common.experience import MicroBatchSize
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness.base.places import ROOT, current_path
+
 TINY_POLICY = ROOT / "data" / "policies" / "tiny_policy"
 # The second was trained with tools, the third with a search tool
 BUNDLED = {
@@ -279,6 +280,7 @@ def find_directory(model: str) -> Path | None:
     """The directory of a model, whether it exists or not; None for a hub id."""
     if model in BUNDLED:
         return BUNDLED[model]
+    model = current_path(model)
     path = Path(model).expanduser()
     return None if is_hub_id(model) and not path.is_dir() else path
 

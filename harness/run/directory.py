@@ -9,8 +9,9 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
-from harness.base.config import Group, PolicyConfig
+from harness.base.config import Group, PolicyConfig, shown
 from harness.base.flags import group_fields
+from harness.base.places import current_name, train_file
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
@@ -84,8 +85,9 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
     """Lock the run, and take its files back to its newest checkpoint; a UserError leaves them unchanged."""
     directory = Path(config.resume).expanduser()
     settings = read_settings(directory)
-    if settings["experiment"] != experiment:
-        raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
+    name = settings["experiment"]
+    if current_name(name) != experiment:
+        raise UserError(f"--resume {directory} is a run of {name}, not of {experiment}")
     lock = lock_directory(directory)
     try:
         num_steps = settings.get("steps")
@@ -97,6 +99,8 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
         raise
     is_over = step and step == getattr(config, "steps", None)
     end = ", its last one: it is only evaluated again; a higher --steps trains on" if is_over else ""
+    if name != experiment:
+        say(f"{name} is now {train_file(name)}, and its new runs go to {shown(config.runs_dir)}/{experiment}/")
     say(f"resuming {directory} " + (f"after step {step}{end}" if step else "from the start: it has no checkpoint"))
     return RunDirectory(directory, lock, step, tuple(history), num_steps)
 
@@ -128,5 +132,6 @@ def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dic
     changed = ("steps", *MAY_CHANGE)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
     settings |= {"changed": changed_settings(config)}
+    settings |= {"experiment": current_name(settings["experiment"])}
     write_settings(directory, settings | {"sources": sources, "task_failed": False})
     return found.step, history

@@ -19,14 +19,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_files import PATIENCE, ROOT, digest, json_of, metrics_of, wait_until, write_rows
+from run_files import PATIENCE, ROOT, digest, json_of, metrics_of, rows_of, wait_until, write_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
 from tasks.arithmetic import EVAL_DATA
+from viewer.groups import name_of
+from viewer.runs import Run
 
-from harness.base.config import TINY_POLICY, RunConfig
+from harness.base.config import TINY_POLICY, ModelConfig, RunConfig
 from harness.base.hub import commit_of
+from harness.exporting.card import public_command
 from harness.run.checkpoints import newest_checkpoint
 from harness.run.settings import describe_sources
 from harness.run.start import run_main, start_run
@@ -513,6 +516,29 @@ def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
     """With dynamic sampling, too: a step's rounds are keyed by the step; and with a critic, in the checkpoint."""
     main = load_script(f"{experiment}/train.py").main
     check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *FLAGS, "--steps", "2")
+
+
+def test_a_run_of_the_repository_without_chapters_is_resumed_and_read(tmp_path, load_script, monkeypatch):
+    """Its name and its paths are those of commit f9554f3, which wrote this config.json, in a clone that is gone."""
+    monkeypatch.chdir(tmp_path)
+    settings = json_of(ROOT / "tests/data/run_of_experiment_rloo.json")
+    main = load_script("policy_gradients/rloo/train.py").main
+    main([word.replace("assets", f"{ROOT}/data/policies") for word in settings["command"][1:]])
+    run = Path("runs/experiment_rloo/old")
+    Path("runs/rloo").rename(run.parent)
+    settings["sources"] = json_of(run / "config.json")["sources"]
+    (run / "config.json").write_text(json.dumps(settings))
+    adapter = run / "final/adapter_config.json"
+    adapter.write_text(json.dumps(json_of(adapter) | {"base_model_name_or_path": settings["model"]}))
+    assert ModelConfig(model=str(run / "final")).base_path == TINY_POLICY
+    place = "experiment_rloo is now policy_gradients/rloo/train.py, and its new runs go to runs/rloo/"
+    with pytest.raises(UserError, match="is a run of experiment_rloo, not of gspo"):
+        load_script("policy_gradients/gspo/train.py").main(["--resume", str(run), "--steps", "2"])
+    assert place in printed_by(main, "--resume", str(run), "--steps", "2")
+    assert place not in printed_by(main, "--resume", str(run), "--steps", "3")  # it has the new name now
+    assert len([row for row in rows_of(run) if "loss/total" in row]) == 3
+    assert shlex.split(public_command(settings))[:2] == ["python", "policy_gradients/rloo/train.py"]
+    assert name_of(Run(run)) == "rloo/old"
 
 
 @pytest.mark.slow

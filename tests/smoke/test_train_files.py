@@ -299,3 +299,22 @@ def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch
     assert summary["steps"] == 0
     assert {"eval/greedy/accuracy", "eval_forced/greedy/accuracy"} <= summary.keys()
     assert (directory / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("path", sorted(in_experiments("train_*.py")), ids=lambda path: path.stem)
+def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, load_script):
+    """Its run is the experiment's, and is resumed under either name."""
+    assert "--steps" in finished(path, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
+    flags = "--steps 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 1 --device cpu --name x"
+    result = finished(path, *flags.split(), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "runs" / path.parent.name / "x"
+    assert json_of(run / "config.json")["command"][0] == str(path.with_name("train.py"))
+    result = finished(path, "--resume", run, "--steps", "2")
+    assert "after step 1" in result.stdout, result.stderr
+    assert [row["step"] for row in rows_of(run) if "loss/total" in row] == [1, 2]
+
+
+def test_the_four_published_names_are_there():
+    names = {"accelerate", "accelerate_ddp", "multiturn_qa", "multiturn_calc_tool_calling"}
+    assert {path.stem for path in in_experiments("train_*.py")} == {f"train_{name}" for name in names}
