@@ -151,6 +151,19 @@ def run_report() -> str:
     return re.sub(r'href="[^"]*docs/metrics\.md', metrics, page.read_text(encoding="utf-8"))
 
 
+def list_experiments() -> list[dict]:
+    """The navigation of the experiments: the table of README.md, with its headings, which are chapters."""
+    groups: list[dict] = []
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"\| \| \*\*(?:\[(.+)\]\((.+)\)|(.+))\*\*", line):
+            groups.append({heading[1] or heading[3]: [heading[2]] if heading[2] else []})
+        elif row := re.match(r"\| (\d+) \| \[((?:\w+/)?(\w+))\]", line):
+            name = row[3].removeprefix("experiment_")
+            (entries,) = groups[-1].values()
+            entries.append({f"{row[1]} {name}": [f"{row[2]}/README.md", {f"{name}/train.py": f"{row[2]}/train.py"}]})
+    return groups
+
+
 # The hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -182,14 +195,8 @@ def on_files(files: Files, config) -> Files:
         name = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
         site.append(File.generated(config, name, abs_src_path=str(path)))
 
-    rows = re.findall(
-        r"^\| (\d+) \| \[((?:\w+/|experiment_)(\w+))\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
-    )
     made = {
-        "experiments": [
-            {f"{row} {short}": [f"{name}/README.md", {f"{short}/train.py": f"{name}/train.py"}]}
-            for row, name, short in rows
-        ],
+        "experiments": list_experiments(),
         "notebooks": [path.relative_to(ROOT).as_posix() for path in notebooks],
     }
     listed = repr([config.nav, made, config.extra["alternate"]])

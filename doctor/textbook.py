@@ -1,4 +1,4 @@
-"""Makes the policy_loss of an experiment_*/train.py a function of tensors, as the adapter in a user's file does."""
+"""Makes the policy_loss of an experiment's train.py a function of tensors, as the adapter in a user's file does."""
 
 import dataclasses
 import inspect

@@ -1,0 +1,72 @@
+"""The root is a table of contents: where experiments are listed, and that nothing names a place that is gone."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.base.places import CHAPTERS, in_experiments
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [path.parent.relative_to(ROOT).as_posix() for path in in_experiments("train.py")]
+IN_CHAPTERS = {name.partition("/")[2]: name for name in NAMES if "/" in name}
+GONE = rf"experiment_({'|'.join(IN_CHAPTERS)})\b|\bassets/tiny|common[/.]fast\b"
+GONE += r"|(?<![/\w])accelerate_configs/|\bfrom notebooks\b|(?<!docs/)notebooks/\w+\.(py|ipynb)"
+GONE += r"|\bmkdocs (serve|build)(?! -f)"
+# About older runs and versions; links in docs/ begin with notebooks/
+OLD = {
+    "CHANGELOG.md",
+    "harness/base/places.py",
+    "tests/data/run_of_experiment_rloo.json",
+    "tests/resume/test_resume.py",
+}
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    return listed.stdout.splitlines()
+
+
+def test_the_root_has_at_most_30_entries(tracked):
+    assert len({name.partition("/")[0] for name in tracked if name[0] != "."}) <= 30
+
+
+def test_no_file_names_what_has_moved(tracked):
+    found, read = [], 0
+    for name in tracked:
+        if name in OLD or "/results/" in name or name == "tests/unit/test_layout.py":
+            continue
+        try:
+            text = (ROOT / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        read += 1
+        text = re.sub(r"\]\(notebooks/", "](", text) if name.startswith("docs/") else text
+        found += [f"{name}: {match[0]}" for match in re.finditer(GONE, text)]
+    assert found == []
+    assert read > 300
+
+
+@pytest.mark.parametrize("chapter", [chapter for chapter in CHAPTERS if (ROOT / chapter).is_dir()])
+def test_a_chapter_lists_its_experiments_in_the_order_of_the_curriculum(chapter):
+    curriculum = re.findall(r"^\| \d+ \| \[([\w/]+)\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    page = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
+    assert sorted(curriculum) == sorted(NAMES)
+    listed = [f"{chapter}/{name}" for name in re.findall(r"^\| \[(\w+)\]\(\1/README\.md\) \|", page, re.MULTILINE)]
+    assert listed == [name for name in curriculum if name.startswith(f"{chapter}/")]
+    assert len(page.splitlines()) <= 30  # one screen
+
+
+def test_names_of_experiments_are_unique():
+    """Runs are stored by them."""
+    assert len({Path(name).name for name in NAMES}) == len(NAMES) >= 19
+
+
+def test_the_reading_order_has_every_file_of_common():
+    page = (ROOT / "docs" / "reading_order.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[\w+\.py\]\(\.\./common/(\w+)\.py\) \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(path.stem for path in ROOT.glob("common/*.py") if path.stem != "__init__")
