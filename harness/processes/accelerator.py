@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: its processes, their devices and arithmetic, and its checkpoints.
+"""Hugging Face Accelerate: its processes, their devices and arithmetic.
 
 With DeepSpeed, `accelerator.backward` of the last micro-batch reduces the gradient, clips it and takes the step; the
 prepared optimizer's own methods do nothing. Under ZeRO-3, calling a submodule gathers its weights, which sends a
@@ -7,13 +7,11 @@ message to all ranks: each rank must make the same calls in the same order, or t
 
 import math
 import sys
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 
 from common import parallel
 from common.errors import UserError
@@ -22,7 +20,6 @@ from common.policy import Policy
 from harness.base.config import PolicyConfig
 from harness.base.ranks import together
 from harness.models.loading import exclude_frozen, in_8_bits
-from harness.models.saving import load_weights, save_policy
 from harness.processes import processes
 
 QUANTISED = (
@@ -52,14 +49,10 @@ def start_accelerator(config: PolicyConfig) -> Accelerator:
         processes.check_parts(config)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        if accelerator.mixed_precision == "bf16":  # log-probs and sums of gradients are not rounded to it
-            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
-    else:
-        accelerator.register_save_state_pre_hook(_save)
-        accelerator.register_load_state_pre_hook(_load)
+    elif accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(  # log-probs and sums keep float32
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     accelerator.has_8bit_moments = optimizer == "adamw_8bit"  # for `prepare`
     return accelerator
 
@@ -106,19 +99,3 @@ def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) ->
     # Under ZeRO-3 `from_pretrained` would now load empty shards, even with zero3_init_flag: false; the reference and
     # the evaluation before training need complete weights. `prepare` shards the policy.
     unset_hf_deepspeed_config()
-
-
-def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:
-    """Write the policy as a Hugging Face directory, instead of the weights in Accelerate's format."""
-    for model in models:
-        save_policy(_policy_in(model), Path(path))
-    weights.clear()
-
-
-def _load(models: list[torch.nn.Module], path: str) -> None:
-    while models:  # Accelerate would write the remaining ones itself
-        load_weights(_policy_in(models.pop()), Path(path))
-
-
-def _policy_in(model: torch.nn.Module) -> Policy:
-    return model.module if isinstance(model, DistributedDataParallel) else model

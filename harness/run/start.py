@@ -97,7 +97,8 @@ def start_run(
     `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
     """
     join(config)
-    if accelerator is None and requested_launch().sharding is not None:
+    is_sharded = requested_launch().sharding is not None
+    if is_sharded and accelerator is None:
         from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
 
         accelerator = start_accelerator(config)
@@ -113,7 +114,7 @@ def start_run(
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
     run = _open_run(experiment_of(config), config, task, searched or {})
     run.steps_of_epochs = steps
-    run.accelerator = accelerator
+    run.accelerator = accelerator if is_sharded else None
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
