@@ -149,7 +149,11 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings of the run that `--resume` names become the defaults of the command line; few may differ."""
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
-    if unknown := stored.keys() - {*names, *NOT_FLAGS}:
+    unknown = stored.keys() - {*names, *NOT_FLAGS}
+    if all(stored.get(field.name, 0) is not None for field in dataclasses.fields(config) if field.default is not None):
+        # a setting of an older version that is no more, and that the run left at its default, changes nothing
+        unknown &= {*stored.get("changed", unknown)}
+    if unknown:
         raise UserError(
             f"--resume {config.resume} is a run of {stored['experiment']}, with settings that do not exist here: "
             + ", ".join(sorted(unknown))

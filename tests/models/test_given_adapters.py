@@ -177,7 +177,7 @@ def test_a_third_run_continues_the_second(train, second, way, capsys):
 
 
 def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
-    """As imitation/sft saves it with --save-dtype bfloat16; here the base is held in bfloat16, too."""
+    """As make_policy.py saves it with --save-dtype bfloat16; here the base is held in bfloat16, too."""
     adapter = shutil.copytree(first / "final", tmp_path / "adapter")
     change_weights(lambda weights: {name: weight.bfloat16() for name, weight in weights.items()})(adapter)
     policy = load(adapter, dtype="bfloat16")

@@ -356,7 +356,8 @@ NOT_RESUMED = [  # changes of config.json, flags, and the sentence
     ({}, "--wandb", "^--wandb .* differs from the run's"),
     ({"experiment": None}, "", "is not a run's$"),
     ({"experiment": "experiment_other"}, "", "is a run of experiment_other, not of experiment_base"),
-    ({"format_weight": 0.5}, "", "with settings that do not exist here: format_weight$"),
+    ({"a": 1, "b": 2, "changed": ["b"]}, "", "with settings that do not exist here: b$"),
+    ({"a": 1, "model": None}, "", "with settings that do not exist here: a$"),  # its default is of another version
 ]
 
 
@@ -379,6 +380,13 @@ def test_a_changed_train_file_is_told(tmp_path, train, uninterrupted):
     (directory / "config.json").write_text(json.dumps(settings | {"script": "0" * 12}))
     expected = f"the run began with script {'0' * 12} and resumes with {settings['script']}: figures may differ"
     assert expected in train("--resume", str(directory))
+
+
+def test_a_setting_that_is_no_more_and_was_not_changed_is_left_out(tmp_path, train, uninterrupted):
+    directory = copy_of(uninterrupted, tmp_path)
+    settings = json_of(directory / "config.json")
+    (directory / "config.json").write_text(json.dumps(settings | {"format_weight": 0.5}))
+    train("--resume", str(directory))
 
 
 def test_a_directory_of_weights_is_refused_and_its_run_named(train, uninterrupted):
