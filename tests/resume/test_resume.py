@@ -536,6 +536,10 @@ def test_a_run_of_the_repository_without_chapters_is_resumed_and_read(tmp_path, 
     Path("runs/rloo").rename(run.parent)
     settings["sources"] = json_of(run / "config.json")["sources"]
     (run / "config.json").write_text(json.dumps(settings))
+    for path in run.glob("checkpoints/*"):  # as Accelerate wrote it
+        (path / "optimizer.pt").rename(path / "optimizer.bin")
+        text = (path / "checkpoint.json").read_text(encoding="utf-8")
+        (path / "checkpoint.json").write_text(text.replace("optimizer.pt", "optimizer.bin"), encoding="utf-8")
     adapter = run / "final/adapter_config.json"
     adapter.write_text(json.dumps(json_of(adapter) | {"base_model_name_or_path": settings["model"]}))
     assert ModelConfig(model=str(run / "final")).base_path == TINY_POLICY
