@@ -25,7 +25,14 @@ from harness.base.terminal import printable, say
 from harness.data.task import bundled_tasks
 from harness.processes.processes import of_this_process
 from harness.run.machine import with_threads
-from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings, resolved_defaults
+from harness.run.settings import (
+    ENGINE_PLACES,
+    MAY_CHANGE,
+    NOT_FLAGS,
+    read_settings,
+    resolved_defaults,
+    with_current_paths,
+)
 from harness.run.signals import may_say_why
 
 # Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
@@ -97,6 +104,7 @@ def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]
         raise UserError(f"--config {shown(name)}: it must hold one setting in each line, for example lr: 0.0001")
     settings = {key.replace("-", "_"): value for key, value in settings.items()}
     if "experiment" in settings:  # of a run, which keeps its name
+        settings = with_current_paths(settings)
         settings = {key: settings[key] for key in settings.keys() - NOT_FLAGS - {"config", "name", "resume"}}
     if unknown := sorted(settings.keys() - {field.name for field in dataclasses.fields(config)}):
         raise UserError(f"--config {shown(name)}: there is no flag {flag(unknown[0])} here (--help lists all)")

@@ -39,10 +39,7 @@ def write_settings(directory: Path, settings: dict) -> None:
 
 
 def read_settings(directory: Path, what: str = "--resume") -> dict:
-    """The settings of a run; the user named its directory through `what`.
-
-    Its paths in the repository are those of today, whichever version it began with.
-    """
+    """The settings of a run; the user named its directory through `what`."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -51,10 +48,17 @@ def read_settings(directory: Path, what: str = "--resume") -> dict:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
         raise UserError(f"{what} {directory}: its config.json is not a run's{hint}")
+    return with_current_paths(settings)
+
+
+def with_current_paths(settings: dict) -> dict:
+    """The settings of a run with its paths in the repository as they are today, whichever version it began with."""
     texts = {name: value for name, value in settings.items() if name not in NOT_FLAGS and isinstance(value, str)}
-    settings |= {name: current_path(value) for name, value in texts.items()}
+    paths = {name: current_path(value) for name, value in texts.items()}
     sets = [source.partition("=") for source in settings.get("eval_sets", ())]
-    return settings | ({"eval_sets": [f"{name}={current_path(path)}" for name, _, path in sets]} if sets else {})
+    return (
+        settings | paths | ({"eval_sets": [f"{name}={current_path(path)}" for name, _, path in sets]} if sets else {})
+    )
 
 
 def experiment_of(config: PolicyConfig) -> str:

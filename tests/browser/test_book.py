@@ -27,7 +27,8 @@ def book(tmp_path_factory) -> Path:
     for module in ("material", "mathjax"):
         pytest.importorskip(module, reason="the extra book is not installed")
     site = tmp_path_factory.mktemp("book") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", "docs/mkdocs.yml", "--strict", "--quiet"]
+    command += ["--site-dir", str(site)]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )

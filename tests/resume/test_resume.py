@@ -543,6 +543,8 @@ def test_a_run_of_the_repository_without_chapters_is_resumed_and_read(tmp_path, 
     adapter = run / "final/adapter_config.json"
     adapter.write_text(json.dumps(json_of(adapter) | {"base_model_name_or_path": settings["model"]}))
     assert ModelConfig(model=str(run / "final")).base_path == TINY_POLICY
+    kept = shutil.copy(run / "config.json", "kept.json")
+    main(["--config", str(kept), "--name", "again"])  # its chat template, too, is where it is today
     place = "experiment_rloo is now policy_gradients/rloo/train.py, and its new runs go to runs/rloo/"
     with pytest.raises(UserError, match="is a run of experiment_rloo, not of gspo"):
         load_script("policy_gradients/gspo/train.py").main(["--resume", str(run), "--steps", "2"])
