@@ -38,6 +38,7 @@ BIG = 100_000  # bytes of a source file from which on it is offered as a file
 PART = r"(?:equation|section|appendix)s? \w(?:[\w.]*\w)?(?: (?:and|to) [\d.]*\d)?"
 PAPER = re.compile(rf"\b(\d{{4}}\.\d{{5}})\b(?:\]\(\S+?\))?[),]*\s*({PART}|)")
 LIST_ITEM, FENCE = re.compile(r"(?:[-*]|\d+\.) "), re.compile(r" *(```|~~~)")
+TRANSLATION = re.compile(r"docs/README\.(\w+)\.md")
 SHORT_RUN = (
     "--steps 10 --prompts-per-step 8 --eval-prompts 32 --eval-every 0 --checkpoint-every 0 --device cpu --name x"
 )
@@ -188,7 +189,9 @@ def on_files(files: Files, config) -> Files:
             site.append(Shown(name, None, config.site_dir, False, dest_uri=address))
             site.src_uris[name].content_string = make(path)
         else:
-            site.append(File(name, str(ROOT), config.site_dir, False))
+            # beside the first page: the theme looks for a sitemap there, too
+            address = f"{path.stem}.html" if TRANSLATION.fullmatch(name) else None
+            site.append(File(name, str(ROOT), config.site_dir, False, dest_uri=address))
     site.append(File.generated(config, "book/run.md", content=RUN_PAGE))
     site.append(File.generated(config, "book/report.html", content=run_report()))
     for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*.woff")):
@@ -199,11 +202,9 @@ def on_files(files: Files, config) -> Files:
         "experiments": list_experiments(),
         "notebooks": [path.relative_to(ROOT).as_posix() for path in notebooks],
     }
-    listed = repr([config.nav, made, config.extra["alternate"]])
+    listed = repr([config.nav, made])
     pages = sorted(file.src_uri for file in site.documentation_pages() if file.src_uri.endswith(".md"))
-    made["rest"] = [
-        name for name in pages if f"'{name}'" not in listed and f"{name.removesuffix('.md')}.html" not in listed
-    ]
+    made["rest"] = [name for name in pages if f"'{name}'" not in listed and not TRANSLATION.fullmatch(name)]
     for part in config.nav:
         for title, entries in part.items():
             if isinstance(entries, list):
@@ -240,6 +241,6 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 def on_page_content(html: str, page, config, files) -> str:
     """Lines of a source file have the anchors that they have on GitHub, and an empty head of a column is no head."""
     html = html.replace("<th></th>", "<td></td>")
-    if language := re.fullmatch(r"docs/README\.(\w+)\.md", page.file.src_uri):
+    if language := TRANSLATION.fullmatch(page.file.src_uri):
         html = f'<div lang="{language[1]}">{html}</div>'
     return html.replace("__codelineno-0-", "L") if page.file.src_uri.endswith(".py") else html

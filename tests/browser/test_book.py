@@ -85,6 +85,16 @@ def test_a_train_py_follows_its_page_and_shows_what_differs_from_its_parent(page
     assert 'if config.critic_type in ("grpo", "std"):' in " ".join(marked)
 
 
+def test_the_navigation_has_the_chapters_and_experiments_in_the_reading_order(pages, book):
+    page = pages[book / "experiment_base" / "index.html"]
+    links = re.findall(r'<a [^>]*href="?([^" >]*)index\.html"?[^>]*md-nav__link', page)
+    places = [os.path.normpath(os.path.join("experiment_base", link)) for link in links]
+    table = (ROOT / "README.md").read_text("utf-8").partition("## The curriculum")[2].partition("\n## ")[0]
+    rows = re.findall(r"\]\(([\w/]+)/README\.md\)", table)
+    assert [place for place in places if place in rows] == rows
+    assert len(rows) == 19 + 4
+
+
 def test_papers_are_found_at_the_lines_that_cite_them(pages, book):
     """Every paper of the page has a place, and a cited line has its number."""
     rows = re.findall(
