@@ -116,8 +116,10 @@ def _draw_panels(plt, entries: list[dict], panels: dict[str, dict[str, str]]):
 def _draw_loss(plt, entries: list[dict]):
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     _line(axes, entries, "loss/total", alpha=0.3, color="C0")
-    _line(axes, entries, "loss/total", window=50, color="C0")
-    axes.set(title="loss (nats per token; mean of 50 steps)", xlabel="step", yscale="log")
+    _line(axes, entries, "loss/total", window=50, color="C0", label="training rows, mean of 50 steps")
+    _line(axes, entries, "eval/loss", color="C1", label="held-out rows")
+    axes.set(title="loss (nats per token)", xlabel="step", yscale="log")
+    axes.legend(frameon=False)
     return figure
 
 

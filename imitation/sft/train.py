@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         train(config, run, policy, list(batches(config, rows)), eval_rows)
         run.save_final(policy)
         examination = examine(policy, eval_rows)
+        if eval_rows:
+            run.log(run.step, examination)
         run.write_summary(examination)
         for name, value in examination.items():
             say(f"{name:30} {value:.3f}")

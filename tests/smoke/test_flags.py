@@ -652,7 +652,7 @@ def sft_data(new, old):
 
 @changes("--eval-every 1", of=(SFT,))
 def sft_eval_every(new, old):
-    assert (len(new.values("eval/loss")), len(old.values("eval/loss"))) == (1 + len(new.values("loss/total")), 1)
+    assert (len(new.values("eval/loss")), len(old.values("eval/loss"))) == (2 + len(new.values("loss/total")), 2)
 
 
 @changes("--lessons tools", of=(LESSONS,))

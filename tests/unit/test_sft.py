@@ -212,7 +212,8 @@ def run(train, tmp_path, monkeypatch):
 
 def test_rows_are_learned_once_or_held_out_and_examined(run):
     """The losses of the first update and of the examination together cover all rows, each once."""
-    policy, batches, (before, metrics), summary = run(MANY, "--tokens-per-batch", "100000", "--micro-batch-size", "4")
+    flags = ("--tokens-per-batch", "100000", "--micro-batch-size", "4")
+    policy, batches, (before, metrics, after), summary = run(MANY, *flags)
     texts = {policy.tokenizer.apply_chat_template(row["messages"], tokenize=False): row for row in MANY}
     seen = [pair for batch in batches for pair in zip(batch.sequences, batch.attention_mask, strict=True)]
     learned = sorted(policy.tokenizer.decode(ids[mask.bool()]) for ids, mask in seen)
@@ -223,7 +224,8 @@ def test_rows_are_learned_once_or_held_out_and_examined(run):
     assert metrics["loss/total"] == pytest.approx(of_learned.mean().item(), rel=1e-5)
     assert metrics["time/tokens_per_second"] * metrics["time/step"] == pytest.approx(len(of_learned))
     assert summary["eval/loss"] == pytest.approx(of_others.mean().item(), rel=1e-4)
-    assert before == {"step": 0, "eval/loss": pytest.approx(summary["eval/loss"], rel=1e-6)}
+    assert (before["step"], after) == (0, {"step": 1, "eval/loss": summary["eval/loss"]})
+    assert before["eval/loss"] == pytest.approx(summary["eval/loss"], rel=1e-6)
     assert of_others.mean().item() != pytest.approx(of_learned.mean().item(), rel=1e-3)
 
 
