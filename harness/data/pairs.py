@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.messages import THOUGHTS
-from common.parallel import gather_rows, part_of
+from common.parallel import gather_rows, own_part
 from common.policy import Policy
 from common.reward_model import RewardModel
 from common.trajectory import Trajectory
@@ -167,7 +167,7 @@ def add_reference(policy: Policy, pairs: list[Pair], micro_batch_size: int) -> N
 
     Each rank computes its part; all ranks get all of them.
     """
-    own, found = [pairs[index] for index in part_of(len(pairs))], []
+    own, found = own_part(pairs), []
     for start in range(0, len(own), PAIRS_AT_ONCE):
         rows = [row for pair in own[start : start + PAIRS_AT_ONCE] for row in pair.rows]
         found += token_log_probs(policy, collate(rows, policy.pad_id, policy.device), micro_batch_size).tolist()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.environment import OUTCOMES
 from common.errors import UserError
-from common.parallel import call_once, gather, gather_rows, part_of
+from common.parallel import call_once, gather, gather_rows, own_part
 from common.trajectory import Trajectory
 
 from harness.base.checks import is_finite, local_path, parse_numbers
@@ -156,7 +156,7 @@ class Task:
             return self.functions.score([self.messages(row, self.asked_with) for row in asked], asked, said, ids)
 
         found = call_once(call, for_all=is_divided)
-        own = [found[index] for index in part_of(len(found))] if is_divided else found
+        own = own_part(found) if is_divided else found
         for completion, (_, logged) in zip(completions, own, strict=True):
             completion.logged = logged
         return [values for values, _ in own]

@@ -18,7 +18,7 @@ from torch import distributed
 from common.errors import UserError
 from common.parallel import data_size
 
-from harness.base.config import ConfigT, PolicyConfig
+from harness.base.config import ConfigT, PolicyConfig, RunConfig
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
 from harness.run.signals import leave
@@ -70,13 +70,14 @@ def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatena
     return call
 
 
-def start_processes(config: PolicyConfig) -> None:
+def start_processes(config: RunConfig) -> None:
     """Connect to the other processes, or run as a single one, in an experiment that synchronises them by itself."""
     _meet(config, "nccl")
     asked, on_cpu = requested_launch(), config.device == "cpu"
     with together():
         if asked.sharding is not None:
-            raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start experiment_base")
+            used = "experiment_accelerate" if asked.sharding == "deepspeed" else "experiment_base"
+            raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start {used}")
         check_request(asked, num_launched(), on_cpu, told_precision())
         if config.optimizer != "adamw":
             raise UserError(f"--optimizer {config.optimizer} is not for an experiment that divides its work by itself")

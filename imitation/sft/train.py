@@ -52,7 +52,7 @@ class Config(PolicyConfig):
     micro_batch_size: Count = 256  # rows per forward and backward pass: memory and time, never the update
     max_length: Count = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
     lr: Positive | None = None  # peak learning rate of AdamW; None: 5e-4 for the bundled policy, else 1e-5
-    warmup_steps: CountOrZero = 50  # steps over which the learning rate rises from 0
+    warmup_steps: CountOrZero = 5  # steps over which the learning rate rises from 0
     final_lr: NotNegative = 0.1  # learning rate at the end, as a share of the peak; in between it falls like a cosine
     weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm

@@ -53,6 +53,7 @@ class Config(sft.Config):
     num_copying: CountOrZero = 38_000  # conversations of the first lesson
     num_reasoning: CountOrZero = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
     num_answering: CountOrZero = 120_000  # conversations of the third lesson: some are reasoned, or call a tool
+    warmup_steps: CountOrZero = 50  # steps over which the learning rate rises from 0
     lr: sft.Positive | None = None  # peak learning rate; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in final/, which are then examined
 

@@ -29,7 +29,7 @@ from common.evaluate import Evaluation
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import bradley_terry_loss
-from common.parallel import clip_grad_norm_, gather_rows, part_of
+from common.parallel import clip_grad_norm_, gather_rows, own_part
 from common.policy import Policy
 from common.preferences import mean_log_probs, preference_metrics
 
@@ -150,7 +150,7 @@ def update(
 
 def examine(config: Config, task: Task, policy: Policy, pairs: list[Pair], num_samples: int = 0) -> Evaluation:
     """How the held-out pairs are judged, see `preference_metrics`, and how the policy answers held-out questions."""
-    own = [row for index in part_of(len(pairs)) for row in pairs[index].rows]
+    own = [row for pair in own_part(pairs) for row in pair.rows]
     batch = collate(own, policy.pad_id, policy.device)
     log_probs = token_log_probs(policy, batch, 2 * config.micro_batch_size)  # (B, T-1)
     scores = gather_rows(token_scores(config, log_probs, batch).sum(dim=1).tolist())

@@ -27,7 +27,7 @@ import torch
 
 from common.experience import Experience, collate
 from common.loss import bradley_terry_loss
-from common.parallel import clip_grad_norm_, gather_rows, part_of
+from common.parallel import clip_grad_norm_, gather_rows, own_part
 from common.preferences import preference_metrics, rightness
 from common.reward_model import RewardModel, score_rows
 from fast.sharded_weights import gathered_weights
@@ -135,7 +135,7 @@ def update(
 
 def examine(config: Config, reward_model: RewardModel, pairs: list[Pair]) -> dict[str, float]:
     """How the held-out pairs are judged, see `preference_metrics`."""
-    own = [row.ids for index in part_of(len(pairs)) for row in pairs[index].rows]
+    own = [row.ids for pair in own_part(pairs) for row in pair.rows]
     with gathered_weights(reward_model):
         scores = gather_rows(score_rows(reward_model, own, 2 * config.micro_batch_size))
     scored = list(zip(scores[::2], scores[1::2], strict=True))

@@ -156,7 +156,7 @@ def test_the_suite_of_one_benchmark_has_one_directory_and_its_own_figures(evalua
     [
         (("--lora-rank", "4"), None),
         (("--num-samples", "-1"), "--num-samples must be at least 0, not -1"),
-        (("--model", "new"), r"for make_policy\.py only"),
+        (("--model", "new"), "for make_policy.py only"),
         (("--task", "nowhere"), "--task nowhere: there is no such file"),
         (("--compare", "nowhere"), "--compare nowhere: there is no results.json of an evaluation"),
         (("--suite", "math", "--data", "nowhere"), "with --suite this is a directory that holds math500.jsonl"),
