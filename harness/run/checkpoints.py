@@ -124,13 +124,14 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
     """Restore policy and optimizer; Accelerate cannot always read files of another number of processes or shards."""
-    if accelerator is None:
+    states = [path / name for name in ("optimizer.pt", "optimizer.bin") if (path / name).exists()]  # .bin: older runs
+    if accelerator is None and states:
         load_weights(policy, path)
-        state = path / "optimizer.pt"
-        state = state if state.exists() else path / "optimizer.bin"  # of a run that Accelerate wrote
-        optimizer.load_state_dict(torch.load(state, weights_only=True, map_location=policy.device))
+        optimizer.load_state_dict(torch.load(states[0], weights_only=True, map_location=policy.device))
         return
     try:
+        if accelerator is None:
+            raise ValueError("it holds shards")
         accelerator.load_state(str(path))
     except Exception as error:  # DeepSpeed and torch's distributed checkpoints raise many kinds of errors
         if has_lost_others(error):
