@@ -14,7 +14,7 @@ The policy reads the user's words and the tokens of the template, but does not l
 a list of JSON schemas, with calls and turns of tools among their messages; a turn of the assistant with "weight": 0 is
 read and not learned.
 
-Parent: none; rewards/reward_model has the order of this file.
+Parent: none.
 
 Shapes: B rows (of several processes, each has its part), b rows per micro-batch, T tokens.
 """
@@ -107,11 +107,11 @@ def train(
             group["lr"] = learning_rate(config, step, len(steps))
         run.lap("read")
 
-        # 5 update: one optimizer step
+        # 2 update: one optimizer step
         metrics = update(config, model, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
         run.lap("update")
 
-        # 6 log, evaluate, checkpoint
+        # 3 log, evaluate, checkpoint
         metrics |= run.costs(num_tokens=int(batch.action_mask.sum()))
         if config.eval_every and step % config.eval_every == 0:
             metrics |= examine(policy, eval_rows)

@@ -91,11 +91,11 @@ def train(config: Config, run: Run, task: Task, policy: Policy, pairs: list[Pair
         batch = collate(rows, policy.pad_id, policy.device)
         run.lap("read")
 
-        # 5 update: one optimizer step
+        # 2 update: one optimizer step
         statistics = update(config, model, optimizer, batch)
         run.lap("update")
 
-        # 6 log, evaluate, checkpoint
+        # 3 log, evaluate, checkpoint
         metrics = pair_metrics(statistics) | run.costs(num_tokens=int(batch.attention_mask.sum()))
         if config.eval_every and step % config.eval_every == 0:
             found = examine(config, task, policy, eval_pairs)

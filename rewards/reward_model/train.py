@@ -14,7 +14,7 @@
     python experiment_base/train.py --reward-model runs/reward_model/<name>/final \\
         --reward-weight correct=0 preference=1                                          # train a policy against it
 
-Parent: none; the loop has the order of imitation/sft.
+Parent: none; rewards/dpo is a diff of this file.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows (of several processes,
 each has its part), b rows per micro-batch, T tokens.
@@ -90,11 +90,11 @@ def train(config: Config, run: Run, reward_model: RewardModel, pairs: list[Pair]
         batch = collate(rows, reward_model.pad_id, reward_model.device)
         run.lap("read")
 
-        # 5 update: one optimizer step
+        # 2 update: one optimizer step
         metrics = update(config, model, optimizer, batch)
         run.lap("update")
 
-        # 6 log, evaluate, checkpoint
+        # 3 log, evaluate, checkpoint
         metrics |= run.costs(num_tokens=int(batch.attention_mask.sum()))
         if config.eval_every and step % config.eval_every == 0:
             metrics |= examine(config, reward_model, eval_pairs)

@@ -62,7 +62,10 @@ def test_links_lead_to_files_that_exist(page):
 def test_numbered_steps_point_at_the_numbered_comments(page):
     lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
     text = page.read_text(encoding="utf-8")
-    links = re.findall(r"^(\d)\. .*\[line (\d+)\]\(train\.py#L(\d+)\)", text, re.MULTILINE)
+    links = re.findall(r"^(?:\*\*Step )?(\d)[.,] .*\[line (\d+)\]\(train\.py#L(\d+)\)", text, re.MULTILINE)
+    listed = re.findall(r"^(\d)\. .*\[line", text, re.MULTILINE)
+    assert len({int(number) - index for index, number in enumerate(listed)}) <= 1  # Markdown numbers without gaps
+    assert len(links) == text.count("](train.py#L")
     numbered = [line for line in lines if re.match(r" +# \d ", line)]
     assert len(links) == len(numbered) or "Parent: none" not in text
     for number, shown, target in links:
