@@ -62,6 +62,15 @@ def test_a_chapter_lists_its_experiments_in_the_order_of_the_curriculum(chapter)
     assert len(page.splitlines()) <= 30  # one screen
 
 
+def test_each_experiment_ends_with_a_link_to_the_next_one():
+    names = re.findall(r"^\| \d+ \| \[([\w/]+)\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    last = [(ROOT / name / "README.md").read_text("utf-8").splitlines()[-1] for name in names]
+    linked = [re.fullmatch(r"Next: \[(.+)\]\((.+)\)\.", line) for line in last]
+    pages = [(ROOT / name / match[2]).resolve() for name, match in zip(names, linked, strict=True)]
+    assert pages == [*(ROOT / name / "README.md" for name in names[1:]), ROOT / "docs" / "your_algorithm.md"]
+    assert [match[1] for match in linked[:-1]] == names[1:]
+
+
 def test_names_of_experiments_are_unique():
     """Runs are stored by them."""
     assert len({Path(name).name for name in NAMES}) == len(NAMES) >= 19
