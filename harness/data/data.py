@@ -45,7 +45,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     judge = load_judge(config)
     functions = None
     if config.reward_functions is not None:
-        from harness.data.reward_functions import RewardFunctions  # not at the top: it imports this room
+        from harness.data.reward_functions import RewardFunctions  # not at the top: few runs need it
 
         functions = RewardFunctions(config.reward_functions)
         if taken := {"total", PREFERENCE, *(more_weights or {})} & set(functions.names):

@@ -24,7 +24,7 @@ from harness.base.terminal import say
 from harness.run.signals import leave
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # experiment_accelerate_ddp works without it
+    from accelerate import Accelerator  # only sharded launches and experiment_accelerate need it
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -171,7 +171,7 @@ def meeting() -> Iterator[None]:
         say("error: " + explain(f"waited for {TIME_TO_MEET:.0f} s"), sys.stderr, anyway=True)
         leave(2)
 
-    timer = threading.Timer(TIME_TO_MEET, give_up)  # torch has no time limit for a port where a stranger stays silent
+    timer = threading.Timer(TIME_TO_MEET, give_up)  # torch has no limit if another program holds the port
     timer.daemon = True
     timer.start()
     try:
@@ -218,7 +218,7 @@ def tell_missing_gpus(asked: Requested, on_cpu: bool, got: int) -> None:
 
 
 def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str, accumulation: int = 1) -> None:
-    """Refuse what training does not support, or another number of processes; alike on every rank."""
+    """Refuse what training does not support, or another number of processes; with the same result on every rank."""
     if mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed_precision {mixed_precision} is not supported: set bf16, or no, {WHERE}")
     if (steps := max(asked.accumulation, accumulation)) > 1:
@@ -234,7 +234,7 @@ def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str
 
 
 def check_launch(accelerator: "Accelerator") -> None:
-    """`check_request`, and refuse another sharding than the one that was asked for; alike on every rank."""
+    """`check_request`, and refuse sharding other than what was asked for; with the same result on every rank."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if asked.sharding and kind != SHARDED[asked.sharding]:
