@@ -158,7 +158,7 @@ def policy_loss(
     """Each token's term, (b, T-1): (-min(s A, clip(s) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
-    ratio = masked_mean(ratio.log(), mask, dim=1)[:, None].exp().expand_as(ratio)  # (b, T-1): s, the same in a row
+    ratio = masked_mean(ratio.log(), mask, dim=1)[:, None].exp().expand_as(ratio)  # (b, T-1): s; log undoes exp
     given = (ratio, micro.advantages, config.clip_eps, config.clip_eps_high)
     token_loss = clipped_surrogate(*given)  # (b, T-1)
     diagnostics = {"ratio": ratio, "clipped": is_clipped(*given)}
