@@ -144,17 +144,17 @@ def stand_in(api_server) -> Iterator[Callable]:
 
 @pytest.fixture(scope="session")
 def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
-    """Copy the train.py of experiment_base to experiment_mine/, replace some texts, and import it."""
+    """Copy the train.py of experiment_base to policy_gradients/mine/, replace some texts, and import it."""
 
     def make(*changes: tuple[str, str]) -> ModuleType:
         text = (ROOT / "experiment_base" / "train.py").read_text(encoding="utf-8")
         for old, new in changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
-        path = tmp_path_factory.mktemp("own") / "experiment_mine" / "train.py"
-        path.parent.mkdir()
+        path = tmp_path_factory.mktemp("own") / "policy_gradients" / "mine" / "train.py"
+        path.parent.mkdir(parents=True)
         path.write_text(text, encoding="utf-8")
-        name = f"own_{path.parents[1].name}"
+        name = f"own_{path.parents[2].name}"
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -18,7 +18,7 @@ UPDATES = ("--prompts-per-step", "2", "--epochs-per-step", "2", "--minibatch-siz
 RUNS = {
     "base": ("experiment_base", (*UPDATES, "--max-prompts", "2")),  # both steps ask the same questions
     "turns": ("experiment_multiturn_tool_calling", ("--prompts-per-step", "4")),  # two of four groups are written
-    "mine": ("experiment_mine", UPDATES),
+    "mine": ("policy_gradients/mine", UPDATES),
 }
 
 

@@ -34,20 +34,20 @@ SEQUENCE_RATIO = (
 @pytest.mark.slow
 def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
     """Run, help, samples, page, comparison, card and resuming use the new experiment."""
-    shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "experiment_mine")
+    shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "policy_gradients" / "mine")
 
     def run(*command: str) -> str:
         result = finished(*command, cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
         return result.stdout + result.stderr
 
-    script = "experiment_mine/train.py"
+    script = "policy_gradients/mine/train.py"
     assert "--clip-eps" in run(script, "--help")
     printed = run(script, *SMALL, "--steps", "2", "--name", "first", "--progress", "policy/surprise")
     assert re.search(r"step 2/2 .*  surprise \d", printed)
-    directory = tmp_path / "runs" / "experiment_mine" / "first"
+    directory = tmp_path / "runs" / "mine" / "first"
     settings = json_of(directory / "config.json")
-    assert settings["experiment"] == "experiment_mine"
+    assert settings["experiment"] == "mine"
     assert "of REINFORCE" in settings["loss"]
     assert "of REINFORCE" in (directory / "report.html").read_text()
 
@@ -62,9 +62,9 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
 
     assert "resuming" in run(script, "--resume", str(directory), "--steps", "3")
     table = run("-m", "viewer.compare", str(directory), str(ROOT / "experiment_base/results/seed0"))
-    assert "experiment_mine/first" in table
+    assert "mine/first" in table
     run(str(ROOT / "export.py"), str(directory), "--output", "exported")
-    assert "a run of `experiment_mine` with the questions" in (tmp_path / "exported" / "README.md").read_text()
+    assert "a run of `mine` with the questions" in (tmp_path / "exported" / "README.md").read_text()
     assert "TRAP" not in run("-m", "doctor", script)
 
 

@@ -126,7 +126,7 @@ def test_every_letter_of_a_shape_is_in_the_glossary():
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page; a copied script gets the original's name."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-    for original, copy in re.findall(r"^cp (experiment_\w+/)train\.py (experiment_\w+/)$", text, re.MULTILINE):
+    for original, copy in re.findall(r"^cp (experiment_\w+/)train\.py ((?:\w+/)+)$", text, re.MULTILINE):
         text = text.replace(copy, original)
     found = re.findall(
         r"python (?:-m (viewer)\.(\w+)|((?:\w+/)+\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text
