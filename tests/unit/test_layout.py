@@ -1,5 +1,7 @@
 """The root is a table of contents: where experiments are listed, and that nothing names a place that is gone."""
 
+import itertools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +12,7 @@ from harness.base.places import CHAPTERS, in_experiments
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [path.parent.relative_to(ROOT).as_posix() for path in in_experiments("train.py")]
+CURRICULUM = re.findall(r"^\| \d+ \| \[([\w/]+)\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
 IN_CHAPTERS = {name.partition("/")[2]: name for name in NAMES if "/" in name}
 GONE = rf"experiment_({'|'.join(IN_CHAPTERS)})\b|\bassets/tiny|common[/.]fast\b"
 GONE += r"|(?<![/\w])accelerate_configs/|\bfrom notebooks\b|(?<!docs/)notebooks/\w+\.(py|ipynb)"
@@ -54,21 +57,18 @@ def test_no_file_names_what_has_moved(tracked):
 
 @pytest.mark.parametrize("chapter", [chapter for chapter in CHAPTERS if (ROOT / chapter).is_dir()])
 def test_a_chapter_lists_its_experiments_in_the_order_of_the_curriculum(chapter):
-    curriculum = re.findall(r"^\| \d+ \| \[([\w/]+)\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     page = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
-    assert sorted(curriculum) == sorted(NAMES)
+    assert sorted(CURRICULUM) == sorted(NAMES)
     listed = [f"{chapter}/{name}" for name in re.findall(r"^\| \[(\w+)\]\(\1/README\.md\) \|", page, re.MULTILINE)]
-    assert listed == [name for name in curriculum if name.startswith(f"{chapter}/")]
+    assert listed == [name for name in CURRICULUM if name.startswith(f"{chapter}/")]
     assert len(page.splitlines()) <= 30  # one screen
 
 
 def test_each_experiment_ends_with_a_link_to_the_next_one():
-    names = re.findall(r"^\| \d+ \| \[([\w/]+)\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
-    last = [(ROOT / name / "README.md").read_text("utf-8").splitlines()[-1] for name in names]
-    linked = [re.fullmatch(r"Next: \[(.+)\]\((.+)\)\.", line) for line in last]
-    pages = [(ROOT / name / match[2]).resolve() for name, match in zip(names, linked, strict=True)]
-    assert pages == [*(ROOT / name / "README.md" for name in names[1:]), ROOT / "docs" / "your_algorithm.md"]
-    assert [match[1] for match in linked[:-1]] == names[1:]
+    for name, following in itertools.pairwise([*CURRICULUM, "your own algorithm"]):
+        page = f"{following}/README.md" if following in NAMES else "docs/your_algorithm.md"
+        link = f"Next: [{following}]({os.path.relpath(page, name)})."
+        assert (ROOT / name / "README.md").read_text(encoding="utf-8").splitlines()[-1] == link, name
 
 
 def test_names_of_experiments_are_unique():
