@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
@@ -280,18 +279,21 @@ class Run:
         """Refuse a train.py whose processes train apart from each other; the first gradients that are not 0 show it."""
         if self._trains_one_policy or self.accelerator is not None:  # sharded: no process has a whole gradient
             return
-        gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
+        gradients = [weight.grad for weight in policy.parameters()]
         if any(hasattr(gradient, "device_mesh") for gradient in gradients):
             return
-        norm = float(nn.utils.get_total_norm(gradients))
-        norms = gather_all(norm if norm < math.inf else math.inf)  # nan, too
-        if not all(math.isclose(norm, norms[0], rel_tol=1e-4) for norm in norms):
+        # not their norm, which is 1 wherever it was clipped
+        sums = [0.0 if gradient is None else float(gradient.sum(dtype=torch.float64)) for gradient in gradients]
+        sums = torch.tensor(gather_all(sums))  # (processes, weights)
+        if not sums.isfinite().all():  # the update was skipped
+            return
+        if not torch.allclose(sums, sums[:1], rtol=0, atol=1e-4 * float(sums.abs().max())):
             raise UserError(
                 f"step {step}: the processes have different gradients, so each would train a policy of its own. In "
                 f"{sys.argv[0]}, call run.prepare, train the model that it returns, and divide by minibatch.num_rows, "
                 "as experiment_base/train.py does; or start one process, with python"
             )
-        self._trains_one_policy = 0 < norms[0] < math.inf
+        self._trains_one_policy = bool(sums.any())
 
     def _keep_best(self, step: int, policy: Policy) -> None:
         """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""
