@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UserError
 from common.evaluate import Evaluation
 from common.experience import Experience
-from common.parallel import is_main, world_size
+from common.parallel import gather_all, is_main, world_size
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -75,6 +75,7 @@ class Run:
         self.accelerator = None
         # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
+        self._trains_one_policy = world_size() == 1  # or has seen that all processes have the same gradients
         self._logged: dict[str, float] = {}  # by the newest step
         self.best = _best_of(directory.history, getattr(config, "keep_best", None))
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # the last metrics
@@ -267,11 +268,32 @@ class Run:
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N when it is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
+        self._check_gradients(step, policy)
         self._keep_best(step, policy)
         self._complete = (step, policy, optimizer)
         every = self.config.checkpoint_every
         if self.stop.agree() or (every and (step % every == 0 or step == self._last_step or self._ends_early)):
             self.keep_progress()
+
+    def _check_gradients(self, step: int, policy: Policy) -> None:
+        """Refuse a train.py whose processes train apart from each other; the first gradients that are not 0 show it."""
+        if self._trains_one_policy or self.accelerator is not None:  # sharded: no process has a whole gradient
+            return
+        gradients = [weight.grad for weight in policy.parameters()]
+        if any(hasattr(gradient, "device_mesh") for gradient in gradients):
+            return
+        # not their norm, which is 1 wherever it was clipped
+        sums = [0.0 if gradient is None else float(gradient.sum(dtype=torch.float64)) for gradient in gradients]
+        sums = torch.tensor(gather_all(sums))  # (processes, weights)
+        if not sums.isfinite().all():  # the update was skipped
+            return
+        if not torch.allclose(sums, sums[:1], rtol=0, atol=1e-4 * float(sums.abs().max())):
+            raise UserError(
+                f"step {step}: the processes have different gradients, so each would train a policy of its own. In "
+                f"{sys.argv[0]}, call run.prepare, train the model that it returns, and divide by minibatch.num_rows, "
+                "as experiment_base/train.py does; or start one process, with python"
+            )
+        self._trains_one_policy = bool(sums.any())
 
     def _keep_best(self, step: int, policy: Policy) -> None:
         """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""

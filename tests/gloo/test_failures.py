@@ -244,6 +244,28 @@ def test_an_error_of_one_rank_ends_all(place):
     assert last_step(place / "runs" / BASE / "broken") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("model, optimizer = run.prepare(policy, optimizer)", "model = policy"),
+        ("log_probs, entropy = model(", "log_probs, entropy = model.module("),
+    ],
+    ids=["an older train.py", "past the wrapper"],
+)
+def test_processes_that_train_apart_are_refused(tmp_path, line, fault):
+    """A train.py of one's own, whose gradients are not averaged, would save the policy of one process."""
+    script = tmp_path / "mine" / "train.py"
+    script.parent.mkdir()
+    program = (ROOT / BASE / "train.py").read_text(encoding="utf-8")
+    assert program.count(line) == 1
+    script.write_text(program.replace(line, fault), encoding="utf-8")
+    with started(
+        *torchrun(script.parent, *SMALL, "--group-size", "8", "--max-new-tokens", "32"), cwd=tmp_path
+    ) as process:
+        assert re.match(r"step \d: the processes have different gradients, so each would train a", refusal(process))
+    assert not list(tmp_path.glob("runs/*/*/final"))
+
+
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
     """kill -9 of the main process; after another kill torchrun restarts all. The result is the same bit for bit.
