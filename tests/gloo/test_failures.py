@@ -248,7 +248,7 @@ def test_an_error_of_one_rank_ends_all(place):
     ("line", "fault"),
     [
         ("model, optimizer = run.prepare(policy, optimizer)", "model = policy"),
-        ("log_probs, entropy = model(", "log_probs, entropy = model.module("),
+        pytest.param("log_probs, entropy = model(", "log_probs, entropy = model.module(", marks=pytest.mark.slow),
     ],
     ids=["an older train.py", "past the wrapper"],
 )
