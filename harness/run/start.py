@@ -96,12 +96,13 @@ def start_run(
 
     `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
     """
-    join(config)
     is_sharded = requested_launch().sharding is not None
-    if is_sharded and accelerator is None:
-        from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
+    if accelerator is None:
+        join(config)
+        if is_sharded:
+            from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
 
-        accelerator = start_accelerator(config)
+            accelerator = start_accelerator(config)
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.models.estimate import estimate  # not at the top: it imports much
