@@ -1,4 +1,4 @@
-"""train.py of this directory, under the name that people know."""
+"""experiment_accelerate/train.py, under the name that people know."""
 
 import runpy
 from pathlib import Path

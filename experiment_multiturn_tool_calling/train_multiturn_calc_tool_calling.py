@@ -1,4 +1,4 @@
-"""train.py of this directory, under the name that people know."""
+"""experiment_multiturn_tool_calling/train.py, under the name that people know."""
 
 import runpy
 from pathlib import Path
