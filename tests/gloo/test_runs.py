@@ -206,8 +206,10 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
         assert metrics.keys() == others.keys()
         for name in others:
             rounding = 1e-4 if "difference" in name else 1e-5  # differences are only rounding here
-            # The ratio of one token feels the rounding of AdamW (below) most: 1.1e-4 was seen
-            relative = 3e-4 if name.endswith(("_max", "_min")) else 1e-4
+            # After an update metrics feel the rounding of AdamW (below), the ratio of one token most: 1.0e-4 was seen,
+            # and 3e-6 with a learning rate of nearly 0
+            several = 2e-4 if "--epochs-per-step" in flags else 1e-4
+            relative = 3e-4 if name.endswith(("_max", "_min")) else several
             assert metrics[name] == pytest.approx(others[name], rel=relative, abs=rounding), name
     assert (experiment == DDP) == ("time/waiting" in rows_of(new)[1])
     weights, others = (weights_in(directory / "final") for directory in (new, old))

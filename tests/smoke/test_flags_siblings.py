@@ -123,8 +123,9 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     monkeypatch.setattr(load_script("scale/engine/train.py"), "start_engine", TheSampler)
 
     def run(place: str, experiment: str, flags: str) -> Path:
-        (tmp_path / place).mkdir()
-        monkeypatch.chdir(tmp_path / place)
+        folder = tmp_path / place.replace("/", "_")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
         load_script(f"{experiment}/train.py").main(flags.replace("files/", "../files/").split())
         (directory,) = Path.cwd().glob(f"*/{Path(experiment).name}/*")
         return directory
@@ -213,7 +214,7 @@ def test_moments_in_8_bits(run, load_script):
     pytest.importorskip("bitsandbytes")
     flags = "--name x --device cpu --steps 4 --prompts-per-step 4 --max-new-tokens 24 --eval-prompts 2 --lr 1e-4"
     flags += " --checkpoint-every 2"
-    old, new = run("old", "experiment_accelerate", flags), run("new", "experiment_accelerate", f"{flags} {EIGHT_BITS}")
+    old, new = run("old", "experiment_base", flags), run("new", "experiment_base", f"{flags} {EIGHT_BITS}")
     last = [metrics_of(directory)[4] for directory in (new, old)]
     assert last[0]["loss/grad_norm"] == pytest.approx(last[1]["loss/grad_norm"], rel=0.2)
     assert last[0] != last[1]
@@ -222,10 +223,10 @@ def test_moments_in_8_bits(run, load_script):
     expected = contents(new)
     shutil.rmtree(new / "checkpoints" / "step_4")
     shutil.rmtree(new / "final")
-    load_script("experiment_accelerate/train.py").main(["--resume", str(new)])
+    load_script("experiment_base/train.py").main(["--resume", str(new)])
     assert contents(new) == expected
-    with pytest.raises(UserError, match=r"--optimizer adamw_8bit is for experiment_accelerate, .*, not for .*_base$"):
-        run("base", "experiment_base", f"{flags} {EIGHT_BITS}")
+    with pytest.raises(UserError, match=r"--optimizer adamw_8bit is not for an experiment that divides its work by it"):
+        run("ddp", "experiment_accelerate_ddp", f"{flags} {EIGHT_BITS}")
 
 
 # Dr. GRPO -------------------------------------------------------------------------------------------------------------
