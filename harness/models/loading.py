@@ -12,7 +12,6 @@ from common.chat import begin_completions, encode_prompt
 from common.errors import UserError
 from common.policy import Policy
 from common.sampling import left_pad, next_logits
-from fast.cache import RowCache
 from fast.matmul import use_fast_products
 from fast.packed_rows import FLEX, hidden_states
 
@@ -265,6 +264,8 @@ def _rows(policy: Policy) -> tuple[list[list[int]], list[list[int]], torch.Tenso
 
 def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -> torch.Tensor:
     """The logits that predict the rows' new tokens, computed as in sampling: (N, V), by row."""
+    from fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
+
     cache = RowCache()
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)
     logits = [next_logits(policy, sequences, attention_mask, cache).repeat_interleave(GROUP_SIZE, dim=0)]

@@ -318,3 +318,12 @@ def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, load_scr
 def test_the_four_published_names_are_there():
     names = {"accelerate", "accelerate_ddp", "multiturn_qa", "multiturn_calc_tool_calling"}
     assert {path.stem for path in in_experiments("train_*.py")} == {f"train_{name}" for name in names}
+
+
+def test_help_waits_for_no_heavy_package():
+    """They are imported where they are used; a fresh process, since tests have imported them."""
+    code = "import runpy, sys; sys.argv = [sys.argv[1], '--help']; runpy.run_path(sys.argv[0], run_name='__main__'); "
+    code += "print({'transformers', 'accelerate', 'peft', 'datasets'} & sys.modules.keys())"
+    command = [sys.executable, "-c", code, str(ROOT / "experiment_base" / "train.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1] == "set()", result.stderr
