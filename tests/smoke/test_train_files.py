@@ -320,8 +320,8 @@ def test_the_four_published_names_are_there():
     assert {path.stem for path in in_experiments("train_*.py")} == {f"train_{name}" for name in names}
 
 
-def test_help_waits_for_no_heavy_package():
-    """They are imported where they are used; a fresh process, since tests have imported them."""
+def test_help_waits_for_no_heavy_package(cold):
+    """They are imported where they are used."""
     code = "import runpy, sys; sys.argv = [sys.argv[1], '--help']; runpy.run_path(sys.argv[0], run_name='__main__'); "
     code += "print({'transformers', 'accelerate', 'peft', 'datasets'} & sys.modules.keys())"
     command = [sys.executable, "-c", code, str(ROOT / "experiment_base" / "train.py")]
