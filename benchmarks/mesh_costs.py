@@ -32,7 +32,7 @@ from viewer.bands import draw_comparison
 from viewer.results import KeptRun, read_json, write_json
 from viewer.runs import Run
 
-from harness.run.machine import describe_machine
+from harness.base.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

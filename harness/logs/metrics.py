@@ -16,8 +16,8 @@ import torch
 
 from common.parallel import gather
 
+from harness.base.machine import peak_memory_bytes
 from harness.base.terminal import visible
-from harness.run.machine import peak_memory_bytes
 
 PROGRESS = {  # shown in the progress line if logged
     "reward/total": "reward {:.2f}",
@@ -194,16 +194,6 @@ class MetricsLog:
                 self._events.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def finite(value: object) -> object:
-    """Copy `value` with None in place of every number that is not finite."""
-    if isinstance(value, dict):
-        return {name: finite(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        is_plain = all(type(entry) is int or (type(entry) is float and entry - entry == 0) for entry in value)
-        return value if is_plain else [finite(entry) for entry in value]  # lists of tokens are long
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:

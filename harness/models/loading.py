@@ -18,8 +18,8 @@ from fast.packed_rows import FLEX, hidden_states
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say, silence_bitsandbytes
-from harness.data.context import fixed_length
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
+from harness.models.context import fixed_length
 from harness.models.pretrained import (
     check_finite,
     check_tokenizer,

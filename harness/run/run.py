@@ -26,16 +26,14 @@ from common.trajectory import Trajectory
 
 from harness.base.checks import parse_target
 from harness.base.config import DTYPES, PolicyConfig
-from harness.base.files import replace_file
+from harness.base.files import finite, replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
 from harness.base.terminal import printable, progress_bar, say, say_above_progress
-from harness.data.held_out import read_before
-from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
-from harness.logs.metrics import MetricsLog, StepClock, StepTrace, finite, progress_line, read_lines, shows_samples
+from harness.logs.metrics import MetricsLog, StepClock, StepTrace, progress_line, read_lines, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
-from harness.logs.summary import show_gain, summarise_gain, summarise_steps
+from harness.logs.summary import read_before, show_gain, summarise_gain, summarise_steps
 from harness.models.loading import exclude_frozen, in_8_bits
 from harness.models.pretrained import count_parameters
 from harness.models.saving import save_base, save_merged, save_policy
@@ -43,6 +41,7 @@ from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS,
 from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
 from harness.run.signals import StopRequest
+from harness.task.task import Task
 
 MAX_SKIPPED = 3  # consecutive steps with updates that are not finite before the run ends
 
@@ -59,7 +58,7 @@ class Run:
         self._num_steps_before = directory.num_steps
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
-        self._diagnosis = Diagnosis(config, [] if task is None else task.paid)
+        self._diagnosis = Diagnosis(config, [] if task is None else task.scorer.paid)
         self._target = parse_target(getattr(config, "stop_when", None))
         self._is_reached = bool(directory.history) and self._reaches(directory.history[-1])
         self._num_skipped = 0  # consecutive steps
@@ -154,7 +153,7 @@ class Run:
 
     def _tell_functions(self, num_done: int) -> None:
         """Keep the `trainer_state` of reward functions."""
-        if self.task is not None and (functions := self.task.functions) is not None:
+        if self.task is not None and (functions := self.task.scorer.functions) is not None:
             functions.state.global_step, functions.state.max_steps = num_done, self._last_step
 
     def _set_learning_rate(self, step: int) -> None:
@@ -249,7 +248,7 @@ class Run:
             if self._checkpoints.exists():
                 why += f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
                 why += " without --lora-rank" if self.config.lora_rank > 0 else ""
-            fault = None if self.task is None else self.task.fault  # a reward that is no number is the reason
+            fault = None if self.task is None else self.task.scorer.fault  # a reward that is no number is the reason
             self.stop_reason = fault or UserError(why)
 
     def log_samples(

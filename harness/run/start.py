@@ -18,13 +18,12 @@ from common.parallel import is_main, rank, world_size
 from harness.base import ranks
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
+from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.data import num_steps
-from harness.data.task import Task, TaskError
 from harness.processes.processes import join, requested_launch
 from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
-from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
 from harness.run.settings import (
     describe_sources,
@@ -34,6 +33,8 @@ from harness.run.settings import (
     write_settings,
 )
 from harness.run.watched import watched
+from harness.task.task import Task
+from harness.task.task_file import TaskError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # alone, nothing of it is imported
@@ -105,7 +106,7 @@ def start_run(
             accelerator = start_accelerator(config)
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from harness.models.estimate import estimate  # not at the top: it imports much
+        from harness.run.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
         raise SystemExit(0)

@@ -16,8 +16,8 @@ from common.tools import calculator, schemas
 from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
-from harness.data import conversations
 from harness.models.loading import load_policy
+from harness.task import conversations
 
 pytestmark = pytest.mark.all_questions
 

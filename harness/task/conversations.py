@@ -10,9 +10,9 @@ from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
 from harness.base.terminal import say
-from harness.data.context import context_length
 from harness.data.data import read_rows
 from harness.data.thoughts import tell_of_openings
+from harness.models.context import context_length
 from harness.processes.processes import agreed
 
 WINDOW = 3000  # rows to choose from when rows of similar length are batched together, which saves padding

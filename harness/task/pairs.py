@@ -22,12 +22,12 @@ from common.trajectory import Trajectory
 
 from harness.base.config import ROOT, PolicyConfig, shown
 from harness.base.terminal import say
-from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
-from harness.data.row_checks import hold_out
 from harness.data.rows import Row
+from harness.data.splits import hold_out
 from harness.data.thoughts import answer_of, read_format, tell_of_openings
 from harness.data.turns import as_turns
+from harness.models.context import context_length
 from harness.processes.processes import agreed
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
