@@ -32,7 +32,7 @@ from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
-from harness.task.prompts import check_context
+from harness.task.fitting import check_context
 from harness.task.questions import filter_rows, load_rows, read_renamed
 from harness.task.scorer import Scorer
 from harness.task.task import Task

@@ -26,7 +26,7 @@ from harness.engines.vllm import ENVIRONMENT, server_flags
 from harness.logs.diagnosis import sampling_limit
 from harness.processes.processes import requested_launch
 from harness.run.run import Run
-from harness.task.prompts import check_context, fitting_length
+from harness.task.fitting import check_context, fitting_length
 from harness.task.task import Task
 
 LOG = "engine.log"

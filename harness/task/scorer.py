@@ -14,7 +14,7 @@ from harness.data.rows import Row
 from harness.task.task_file import TaskError, TaskFile, tell
 
 if TYPE_CHECKING:  # most runs have none
-    from harness.task.judge import Judge
+    from harness.task.answer_judge import Judge
     from harness.task.reward_functions import RewardFunctions
 
 PREFERENCE = "preference"  # the judge's component

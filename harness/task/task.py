@@ -108,7 +108,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
 
 def load_scorer(config: RunConfig, more_weights: dict[str, float] | None = None) -> Scorer:
     """The rewards of a run, with the judge and the functions that the settings name."""
-    from harness.task.judge import load_judge  # here as below: few runs need it
+    from harness.task.answer_judge import load_judge  # here as below: few runs need it
 
     judge, functions = load_judge(config), None
     if config.reward_functions is not None:

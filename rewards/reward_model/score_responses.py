@@ -25,7 +25,7 @@ from harness.cli.parse import parse_config
 from harness.data.growing_file import grow
 from harness.data.rows import Row
 from harness.run.start import run_main
-from harness.task.judge import Judge, load_judge
+from harness.task.answer_judge import Judge, load_judge
 from harness.task.responses import as_messages, read_responses
 
 
