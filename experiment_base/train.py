@@ -41,7 +41,7 @@ from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import prompts_of_step
+from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference

@@ -43,7 +43,7 @@ from fast.kept_rows import KeptRows
 
 from harness.base.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import prompts_of_step
+from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.context import context_length

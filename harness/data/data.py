@@ -1,15 +1,13 @@
-"""Reads rows of a local file, with errors that name file and row, or of the hub; orders them by step."""
+"""Reads rows of a local file, with errors that name file and row, or of the hub."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 from common.errors import UserError
-from common.keyed import keyed_generator
-from common.parallel import own_part
 
 from harness.base.checks import local_path
-from harness.base.config import RunConfig, shown
+from harness.base.config import shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.terminal import say
 from harness.data.rows import Fields, FieldsError, Row, placed, read_file
@@ -57,30 +55,3 @@ def find_test_data(source: str) -> str | None:
     if found is not None:
         say(f"evaluated on {shown(found)}, which comes with {shown(source)} (--eval-data names another)")
     return found
-
-
-def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
-    """This process's part of the step's rows, see `all_prompts_of_step`; alone, all of them."""
-    return own_part(all_prompts_of_step(num_rows, prompts_per_step, step, seed))
-
-
-def all_prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
-    """The rows that step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
-
-    An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
-
-    >>> first, second = (set(all_prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
-    >>> len(first), len(second), first & second
-    (2, 2, set())
-    """
-    steps_per_epoch = num_rows // prompts_per_step
-    epoch, position = divmod(step - 1, steps_per_epoch)
-    order = keyed_generator("data order", seed, epoch).permutation(num_rows)
-    return order[position * prompts_per_step : (position + 1) * prompts_per_step].tolist()
-
-
-def num_steps(config: RunConfig, num_rows: int) -> int:
-    """The steps of a run: `--steps`, or `--epochs` passes over the training rows."""
-    if getattr(config, "epochs", None) is None:
-        return getattr(config, "steps", 1)
-    return config.epochs * (num_rows // config.prompts_per_step)

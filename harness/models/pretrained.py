@@ -87,18 +87,20 @@ def read_tokenizer(source: str, local_files_only: bool):
 
 
 def tokenizer_of(config: ModelConfig, local_files_only: bool):
-    """The tokenizer of the model that `config` names, or the one that was saved with its adapter."""
+    """The tokenizer of the model that `config` names, or the one saved with its adapter, with its chat template."""
     has_own = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    return read_tokenizer(str(config.adapter_path) if has_own else config.base, local_files_only)
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_own else config.base, local_files_only)
+    set_template(tokenizer, config.model, config.chat_template)
+    return tokenizer
 
 
-def set_template(tokenizer, config: ModelConfig) -> None:
+def set_template(tokenizer, model: str, chat_template: str | None) -> None:
     """Set the template of `--chat-template`; UserError if there is no template at all."""
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
     if tokenizer.chat_template is None:
         raise UserError(
-            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            f"--model {shown(model)} has no chat template, like most base models: give it one with "
             "--chat-template FILE (Jinja; recipes/base_model.jinja is one), or use an instruction-tuned model"
         )
 

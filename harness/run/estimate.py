@@ -23,7 +23,7 @@ from harness.base.config import ADAPTER_SETTINGS, TINY_POLICY, PolicyConfig, sho
 from harness.base.hub import must_be_cached
 from harness.base.terminal import say
 from harness.models.adapters import linear_layers
-from harness.models.pretrained import read_config, set_template, tokenizer_of
+from harness.models.pretrained import read_config, tokenizer_of
 from harness.task.fitting import longest_of_run
 from harness.task.task import Task
 
@@ -216,9 +216,7 @@ def rank_of(config: PolicyConfig) -> int:
 
 
 def _prompt_length(config: PolicyConfig, task: Task) -> int:
-    tokenizer = tokenizer_of(config, config.base_path is not None)
-    set_template(tokenizer, config)
-    return longest_of_run(task, tokenizer, config.system_prompt)
+    return longest_of_run(task, tokenizer_of(config, config.base_path is not None), config.system_prompt)
 
 
 def device_memory(device: str) -> float:

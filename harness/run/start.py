@@ -20,7 +20,7 @@ from harness.base.checks import flag
 from harness.base.config import PolicyConfig
 from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
-from harness.data.data import num_steps
+from harness.data.order import num_steps
 from harness.processes.processes import join, requested_launch
 from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run

@@ -78,6 +78,11 @@ class ResponseConfig(ModelConfig):
     generation_batch_size: OfRun[Count] = 128
     output: OfRun[LocalPath] = "runs/responses.jsonl"  # a JSONL file, new or to be continued
 
+    @property
+    def batch_size(self) -> int:
+        """Prompts per batch."""
+        return max(1, self.generation_batch_size // self.num_samples)
+
     def __post_init__(self) -> None:
         found = {}
         if self.system_prompt is None and (self.prompts is not None or self.url is not None):
@@ -225,8 +230,3 @@ def make_responder(config: ResponseConfig, prompts: list[Prompt]) -> Callable[[l
         return [found[start : start + count] for start in range(0, len(found), count)]
 
     return respond
-
-
-def batch_size(config: ResponseConfig) -> int:
-    """Prompts per batch."""
-    return max(1, config.generation_batch_size // config.num_samples)

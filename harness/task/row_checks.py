@@ -1,10 +1,12 @@
-"""Finds rows that a task cannot use: gold answers that no completion can give, and rows of another task."""
+"""Finds faulty rows: gold answers that no completion can give, and held-out questions that training also asks."""
 
 import math
+import re
 import signal
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,6 +19,10 @@ from harness.task.scorer import Scorer
 from harness.task.task_file import TaskFile, bundled_tasks, task_of
 
 PATIENCE = 10  # seconds for the solutions of all rows together
+
+_SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;: ]|\$")  # in LaTeX
+_PUNCTUATION = re.compile(r"[\"'`\u2018\u2019\u201c\u201d;:!?]|[.,](?!\d)|(?<!\d)[.,]")
+_THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\w\s])\s*")
 
 
 def try_solutions(scorer: Scorer, rows: list[Row]) -> None:
@@ -127,3 +133,33 @@ def _solves(file: TaskFile, row: Row) -> bool:
     """Whether the solution of a row is right."""
     text = file.solution(row)
     return text is not None and file.reward(row, text).get("correct") == 1
+
+
+def shared_questions(
+    train_rows: list[Row], eval_rows: list[Row]
+) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
+    """Held-out rows whose questions training asks as well, each with the first training row that asks it.
+
+    First the exact duplicates, then the ones that differ only in case, spaces and punctuation.
+    """
+    asked = {row.question: row for row in reversed(train_rows)}
+    exactly = [(row, asked[row.question]) for row in eval_rows if row.question in asked]
+    alike = {normalise(row.question): row for row in reversed(train_rows)}
+    others = [(row, normalise(row.question)) for row in eval_rows if row.question not in asked]
+    return exactly, [(row, alike[text]) for row, text in others if text in alike]
+
+
+def normalise(question: str) -> str:
+    r"""Remove everything that can differ between copies of a question: case, spaces, punctuation, 1,000s commas, \$.
+
+    Everything with a meaning in formulas is kept: operators, brackets and decimal points.
+
+    >>> normalise("He  paid $1,080.50;\nHow much is $x + \\left(2\\right)$?"), normalise("2-3") == normalise("2+3")
+    ('he paid 1080.50 how much is x+(2)', False)
+    """
+    text = unicodedata.normalize("NFKC", question).casefold()
+    if "\\" in text or "$" in text:  # most texts contain neither, and training normalises them all
+        text = _SPACING.sub(" ", text)
+    if "," in text:
+        text = _THOUSANDS.sub("", text)
+    return " ".join(_SIGN.sub(r"\1", _PUNCTUATION.sub(" ", text)).split())

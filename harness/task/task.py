@@ -9,13 +9,9 @@ from common.trajectory import Trajectory
 from harness.base.checks import parse_sources
 from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.terminal import say
-from harness.data.benchmarks import SUITES
-from harness.data.data import num_steps
+from harness.data.order import hold_out, num_steps
 from harness.data.rows import Row
-from harness.data.splits import hold_out, shared_questions
 from harness.processes.processes import agreed
-from harness.task.questions import find_sources, load_rows, read_renamed
-from harness.task.row_checks import try_solutions
 from harness.task.scorer import Scorer
 from harness.task.task_file import task_of
 
@@ -64,6 +60,10 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     `--eval-data`, a task's own data have a held-out file, and a user's `--data` may have a test file
     (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
+    # here as below, not at the top: `--help` need not wait for them
+    from harness.task.questions import find_sources, load_rows, read_renamed
+    from harness.task.row_checks import shared_questions, try_solutions
+
     scorer = load_scorer(config, more_weights)
     file, functions, filters = scorer.file, scorer.functions, (config.at_most, config.max_question_length)
     source, eval_source = find_sources(file, config.data, config.eval_data)
@@ -108,7 +108,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
 
 def load_scorer(config: RunConfig, more_weights: dict[str, float] | None = None) -> Scorer:
     """The rewards of a run, with the judge and the functions that the settings name."""
-    from harness.task.answer_judge import load_judge  # here as below: few runs need it
+    from harness.task.answer_judge import load_judge
 
     judge, functions = load_judge(config), None
     if config.reward_functions is not None:
@@ -137,6 +137,8 @@ def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
     sets = {name: (source, {}) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
     if config.eval_suite is None:
         return sets
+    from harness.data.benchmarks import SUITES
+
     task, benchmarks = SUITES[config.eval_suite]
     if config.task != task:
         raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")

@@ -35,7 +35,6 @@ from harness.task.responses import (
     Response,
     ResponseConfig,
     as_messages,
-    batch_size,
     make_responder,
     read_prompts,
 )
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append({"index": prompt.index, "messages": messages})
         return rows
 
-    path = grow(config, prompts, batch_size(config), make)
+    path = grow(config, prompts, config.batch_size, make)
     say(f"conversations: {shown(path)}; now kept {outcomes['kept']}, left out {outcomes['left out']}")
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
         if config.lessons == "countdown":
             renew_symbols(policy, config.seed)
-        rows = encode_rows(config, policy, rows, f"--lessons {config.lessons}")
+        rows = encode_rows(rows, f"--lessons {config.lessons}", policy, config.max_length)
         if config.lessons == "countdown":
             rows = [emphasise(policy.tokenizer, row, EMPHASIS) for row in rows]
         steps = list(batches(config, rows, shuffle=False))

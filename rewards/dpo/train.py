@@ -35,7 +35,7 @@ from common.preferences import mean_log_probs, preference_metrics
 
 from harness.base.config import AskedConfig, Count, InputPath, NotNegative, Positive
 from harness.cli.parse import parse_config
-from harness.data.data import prompts_of_step
+from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy

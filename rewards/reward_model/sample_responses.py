@@ -23,7 +23,7 @@ from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.growing_file import grow
 from harness.run.start import run_main
-from harness.task.responses import DEFAULTS, Prompt, batch_size, make_responder, read_prompts
+from harness.task.responses import DEFAULTS, Prompt, make_responder, read_prompts
 from harness.task.responses import ResponseConfig as Config
 from harness.task.task import Task
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append({"index": prompt.index, "prompt": prompt.shown, **kept, "responses": found})
         return rows
 
-    path = grow(config, prompts, batch_size(config), make)
+    path = grow(config, prompts, config.batch_size, make)
     say(f"responses: {shown(path)}")
 
 

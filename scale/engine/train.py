@@ -33,7 +33,7 @@ from common.policy import Policy
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
 from harness.cli.parse import parse_config
-from harness.data.data import prompts_of_step
+from harness.data.order import prompts_of_step
 from harness.engines.engine import Engine, Sampling
 from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics

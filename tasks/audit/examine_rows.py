@@ -16,12 +16,12 @@ from tasks.verdicts.answer_text import is_balanced
 from harness.base.config import RunConfig, shown
 from harness.base.hub import must_be_cached
 from harness.data.data import scan_rows
+from harness.data.order import hold_out
 from harness.data.rows import FieldsError, Row
-from harness.data.splits import hold_out, normalise, shared_questions
 from harness.models.context import context_of
-from harness.models.pretrained import read_config, set_template, tokenizer_of
+from harness.models.pretrained import read_config, tokenizer_of
 from harness.task.questions import filter_rows, find_sources
-from harness.task.row_checks import empty_golds, solution_fault, suggest_task, tell_unpaid
+from harness.task.row_checks import empty_golds, normalise, shared_questions, solution_fault, suggest_task, tell_unpaid
 from harness.task.scorer import Scorer
 from harness.task.task import load_scorer
 from harness.task.task_file import TaskFile
@@ -68,7 +68,6 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
         prompt = "" if config.kind == "tiny" else file.system_prompt
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     tokenizer = tokenizer_of(config, is_here)
-    set_template(tokenizer, config)
     context = context_of(read_config(config.base, is_here))
     room = context - max_new_tokens
     source, eval_source = find_sources(file, config.data, config.eval_data)

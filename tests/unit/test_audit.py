@@ -12,7 +12,7 @@ from tasks.audit.__main__ import main
 from viewer.results import read_json
 
 from harness.base.config import RunConfig
-from harness.data.splits import normalise
+from harness.task.row_checks import normalise
 from harness.task.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]

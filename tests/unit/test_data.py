@@ -13,7 +13,8 @@ from harness.base.checks import parse_sources
 from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.benchmarks import SUITES, Benchmark
-from harness.data.data import prompts_of_step, read_rows
+from harness.data.data import read_rows
+from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
 from harness.models.loading import load_policy
 from harness.run.settings import check_sources, describe_sources

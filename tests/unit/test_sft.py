@@ -54,7 +54,7 @@ def policy() -> Policy:
 @pytest.fixture
 def encode(train, policy):
     return lambda rows=CONVERSATIONS, **settings: conversations.encode_rows(
-        train.Config(**settings), policy, rows, "my.jsonl"
+        rows, "my.jsonl", policy, train.Config(**settings).max_length
     )
 
 
