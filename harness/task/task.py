@@ -19,10 +19,10 @@ from harness.data.rows import Row
 from harness.models.context import check_prompts, context_length, longest_prompt
 from harness.processes.processes import agreed
 from harness.task.scorer import Scorer
-from harness.task.task_file import task_of
+from harness.task.task_file import TaskFile, task_of
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Task:
     """What `load_task` returns; the methods are those of its parts that a train.py calls."""
 
@@ -34,8 +34,9 @@ class Task:
     tools: list[dict] | None = None  # JSON schemas that every prompt presents
     fits_context: bool = False  # whether all rows are known to fit
 
-    def __post_init__(self):
-        self.file = self.scorer.file
+    @property
+    def file(self) -> TaskFile:
+        return self.scorer.file
 
     def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
         return self.file.messages(row, system_prompt)
