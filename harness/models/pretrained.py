@@ -9,6 +9,7 @@ import torch
 from common.chat import encode_prompt
 from common.errors import UserError
 
+from harness.base.checks import read_template
 from harness.base.config import ModelConfig, shown
 from harness.base.terminal import clean_log
 
@@ -131,17 +132,6 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
         for i in (min(ids), max(ids)):
             if not 0 <= i < num_ids:
                 raise ValueError(f"{what} {i} is not among the {num_ids} ids that the model has")
-
-
-def read_template(source: str) -> str:
-    """The chat template in a file."""
-    try:
-        template = Path(source).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {shown(source)} cannot be read ({error})") from error
-    if not template.strip():
-        raise UserError(f"--chat-template {shown(source)} is empty")
-    return template
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
