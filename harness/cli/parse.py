@@ -1,4 +1,7 @@
-"""Read, resolve and check the command line, before anything is loaded."""
+"""Read, resolve and check the command line, before anything is loaded.
+
+What `--help` does not need is imported within the functions that need it.
+"""
 
 from harness.base.interrupt import handle_as_usual
 import dataclasses
@@ -21,18 +24,6 @@ from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolv
 from harness.base.flags import flag, group_fields, make_flags, read_marks, show_description, show_names
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
-from harness.data.task import bundled_tasks
-from harness.processes.processes import of_this_process
-from harness.run.machine import with_threads
-from harness.run.settings import (
-    ENGINE_PLACES,
-    MAY_CHANGE,
-    NOT_FLAGS,
-    read_settings,
-    resolved_defaults,
-    with_current_paths,
-)
-from harness.run.signals import may_say_why
 
 # --help explains all flags of a program that has at most so many, else only the experiment's own
 FEW_FLAGS = 30
@@ -46,6 +37,10 @@ def parse_config(
 ) -> ConfigT:
     """Read the command line, fill in each None from `resolved`, and refuse settings that cannot work."""
     argv = _prepare(config_class(), argv, description)
+    from harness.processes.processes import of_this_process
+    from harness.run.machine import with_threads
+    from harness.run.settings import resolved_defaults
+
     config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "config", None) is not None:
         argv = [*_words_of_file(config.config, config, argv), *argv]
@@ -112,6 +107,8 @@ def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]
     """The settings in the file of `--config` as words of a command line, without those that `argv` gives itself."""
     import yaml
 
+    from harness.run.settings import NOT_FLAGS, with_current_paths
+
     try:
         settings = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -161,6 +158,8 @@ def _ask_tyro(flags: type, argv: Sequence[str]) -> object:
 @contextmanager
 def _told_once() -> Iterator[None]:
     """Let only one of several processes print the faults of a command line, which are the same for all."""
+    from harness.run.signals import may_say_why
+
     if num_launched() == 1:
         yield
         return
@@ -176,6 +175,8 @@ def _told_once() -> Iterator[None]:
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings of the run that `--resume` names become the defaults of the command line; few may differ."""
+    from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings
+
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     unknown = stored.keys() - {*names, *NOT_FLAGS}
@@ -219,6 +220,8 @@ def _other_way(run: Path, changed: str) -> str:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """Make the paths in the settings absolute, so that a run can be resumed from any directory."""
+    from harness.data.task import bundled_tasks
+
     marks = read_marks(type(config))
     named = {name: getattr(config, name) for name in marks if marks[name].path and marks[name].path.is_input}
     if config.model not in BUNDLED:
