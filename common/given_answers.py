@@ -56,7 +56,7 @@ def encode_chat(
     ids, mask, text = [], [], ""
     for index, piece in enumerate(_pieces(tokenizer, messages, tools, learned, tuple(end_of_turn_ids))):
         new = encode_rendered(tokenizer, piece, before=text)
-        spoken = next(end for end, token in enumerate(new, 1) if token in end_of_turn_ids) if index else 0
+        spoken = next(end for end, i in enumerate(new, 1) if i in end_of_turn_ids) if index else 0
         ids += new
         mask += [1] * spoken + [0] * (len(new) - spoken)
         text += piece

@@ -342,9 +342,10 @@ def test_the_four_published_names_are_there():
 LATER = {"transformers", "tokenizers", "accelerate", "peft", "datasets", "huggingface_hub"}
 LATER |= {"rich", "matplotlib", "wandb"}
 LATER |= {"torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy"}
-LATER |= {"common.observations", "common.search", "fast.cache", "fast.decoding", "fast.kept_rows"}
+LATER |= {"common.critic", "common.observations", "common.preferences", "common.search"}
+LATER |= {"fast.cache", "fast.decoding", "fast.kept_rows"}
 LATER |= {"harness.engines", "harness.exporting", "harness.search", "harness.tools", "viewer"}
-MOST_FILES, MOST_LINES = 74, 9_720  # of the repository, with train.py
+MOST_FILES, MOST_LINES = 72, 9_600  # of the repository, with train.py
 
 
 def test_help_imports_little(cold):
