@@ -24,8 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from common.calculator_tool import calculator
-from common.chat import decode, encode_observation, encode_prompt
+from common.chat import decode, encode_prompt
 from common.errors import UserError
+from common.observations import encode_observation
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows, next_logits
 from common.search import Hit, Searcher, SearchError

@@ -27,8 +27,9 @@ import numpy as np
 import torch
 import tyro
 
-from common.chat import decode, encode_conversation, encode_prompt
+from common.chat import decode, encode_prompt
 from common.experience import collate
+from common.given_answers import encode_conversation
 from common.logprobs import token_log_probs
 from common.reward_model import score_rows
 from common.sampling import sample

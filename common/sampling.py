@@ -15,13 +15,12 @@ import torch
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory
-from fast.decoding import decoding_step
 from fast.inverse_cdf import invert_cdf
-from fast.kept_rows import KeptRows
 from fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
     from fast.cache import RowCache
+    from fast.kept_rows import KeptRows
 
 T = TypeVar("T")
 
@@ -106,7 +105,7 @@ def continue_rows(
     top_p: float = 1.0,
     greedy: bool = False,
     generation_batch_size: int | None = None,
-    kept: KeptRows | None = None,
+    kept: "KeptRows | None" = None,
 ) -> list[list[int]]:
     """Sample one more turn of every row, after its present ids. Arguments as in `sample`, and:
 
@@ -138,7 +137,7 @@ def _continue_batches(
     key: tuple[int, ...],
     top_p: float,
     greedy: bool,
-    kept: KeptRows | None = None,
+    kept: "KeptRows | None" = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -165,10 +164,12 @@ def _complete(
     budgets: list[int],
     top_p: float,
     uniforms: torch.Tensor | None,
-    kept: KeptRows | None = None,
+    kept: "KeptRows | None" = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
-    from fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
+    # not at the top: `--help` needs neither, and need not wait for transformers, which the first imports
+    from fast.cache import RowCache
+    from fast.decoding import decoding_step
 
     beginnings = [tuple(row.ids) for row in rows]
     index_of = {ids: index for index, ids in enumerate(dict.fromkeys(beginnings))}

@@ -23,7 +23,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from common.calculator_tool import calculator
-from common.chat import apply_template
+from common.chat_template import apply_template
 from common.errors import UserError
 
 MAX_CALL = 10_000  # characters

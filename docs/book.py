@@ -152,6 +152,13 @@ def run_report() -> str:
     return re.sub(r'href="[^"]*docs/metrics\.md', metrics, page.read_text(encoding="utf-8"))
 
 
+@functools.cache  # a site that is served is built again and again
+def options_page() -> str:
+    """The page of all options; a program of its own imports the programs."""
+    command = [sys.executable, "docs/options.py"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8").stdout
+
+
 def list_experiments() -> list[dict]:
     """The navigation of the experiments: the table of README.md, with its headings, which are chapters."""
     groups: list[dict] = []
@@ -194,6 +201,7 @@ def on_files(files: Files, config) -> Files:
             site.append(File(name, str(ROOT), config.site_dir, False, dest_uri=address))
     site.append(File.generated(config, "book/run.md", content=RUN_PAGE))
     site.append(File.generated(config, "book/report.html", content=run_report()))
+    site.append(File.generated(config, "docs/options.md", content=options_page()))
     for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*.woff")):
         name = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
         site.append(File.generated(config, name, abs_src_path=str(path)))

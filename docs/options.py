@@ -1,4 +1,4 @@
-"""Every option of every program: writes docs/options.md, from the fields of their settings.
+"""Every option of every program, from the fields of their settings: prints a page, which docs/book.py adds to the book.
 
 python docs/options.py
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from harness.base.checks import flag
-from harness.base.flags import option_hint, read_comment, read_marks
+from harness.base.flags import flag, option_hint, read_comment, read_marks
 from harness.base.places import in_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,15 +23,9 @@ PROGRAMS = (
 )
 HEAD = """# All options
 
-Made by `python docs/options.py` from the programs, whose `--help` shows the same. Each program has the options
+Made by `python docs/options.py` from the programs, whose `--help-all` shows the same. Each program has the options
 in its own table, and the options of the shared settings that are named above the table.
 """
-
-
-def main() -> None:
-    path = ROOT / "docs" / "options.md"
-    path.write_text(page(), encoding="utf-8")
-    print(path)
 
 
 def page() -> str:
@@ -120,4 +113,4 @@ def load(path: Path) -> ModuleType:
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.buffer.write(page().encode())

@@ -28,11 +28,12 @@ from functools import partial
 import torch
 
 from common.advantages import STD_EPS, group_advantages, group_std
-from common.chat import decode, encode_observation, encode_prompt
+from common.chat import decode, encode_prompt
 from common.environment import env_step
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.observations import encode_observation
 from common.parallel import clip_grad_norm_
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from fast.matmul import product
@@ -116,6 +115,7 @@ def _is_plain(model: nn.Module) -> bool:
         and config.rope_parameters["rope_type"] in ROPES
         and is_linear
         and not any(windows)
-        and all(weight.dtype == torch.float32 and not isinstance(weight, DTensor) for weight in model.parameters())
+        # of another class: a shard (DTensor) or quantised
+        and all(weight.dtype == torch.float32 and type(weight) is nn.Parameter for weight in model.parameters())
         and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     )

@@ -6,13 +6,17 @@ has measurements of the time saved.
 Shapes: U rows of at most T tokens; keys and values are (heads, tokens, head size) per row and layer.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from common.trajectory import Trajectory
     from fast.cache import RowCache
+
+
+class Row(Protocol):
+    ids: list[int]
 
 
 class KeptRows:
@@ -20,19 +24,19 @@ class KeptRows:
 
     def __init__(self):
         # By the row's identity. The row is kept as well, so that no other row can get its identity.
-        self._kept: dict[int, tuple[Trajectory, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self._kept: dict[int, tuple[Row, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, rows: "list[Trajectory]", cache: "RowCache", ended: torch.Tensor, mask: torch.Tensor) -> None:
+    def put(self, rows: Sequence[Row], cache: "RowCache", ended: torch.Tensor, mask: torch.Tensor) -> None:
         """Keep `rows`, the rows of the cache where `ended` is true, without the padding, where `mask` is 0."""
         indices, lengths = ended.nonzero()[:, 0].tolist(), mask[ended].sum(dim=1).tolist()
         for row, index, length in zip(rows, indices, lengths, strict=True):
             states = [[x[index, :, -length:].clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
             self._kept[id(row)] = row, states
 
-    def fill(self, cache: "RowCache", rows: "list[Trajectory]") -> int:
+    def fill(self, cache: "RowCache", rows: Sequence[Row]) -> int:
         """Move the beginnings of `rows` into an empty cache, as if their ids had been left-padded to T and run up to
         one position. All other kept rows are forgotten, so that at most one batch is ever kept.
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import distributed, nn
 
-from common.parallel import is_main
-
 GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are gathered
 
 
@@ -86,18 +84,16 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
     All ranks call it together. A weight that the model uses twice, such as tied embeddings, is one tensor here too.
     FSDP2's weights are gathered one by one, and kept only in the main process's CPU memory.
     """
-    from torch.distributed.tensor import DTensor  # takes half a second, which --help and a mistake need not wait for
-
     weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     if any(hasattr(weight, "ds_id") for weight in model.parameters()):
         with gathered_weights(model):
             whole = {id(weight): weight.detach().clone() for weight in model.parameters()}
-    elif any(isinstance(weight, DTensor) for weight in model.parameters()):
+    elif any(hasattr(weight, "full_tensor") for weight in model.parameters()):  # DTensor's
         whole = {}
         for weight in model.parameters():
-            if isinstance(weight, DTensor):
+            if hasattr(weight, "full_tensor"):
                 gathered = weight.detach().full_tensor()
-                whole[id(weight)] = gathered.cpu() if is_main() else gathered.new_empty(0)
+                whole[id(weight)] = gathered.cpu() if distributed.get_rank() == 0 else gathered.new_empty(0)
     else:
         return None
     return {name: whole.get(id(weights[name]), value) for name, value in model.state_dict().items()}

@@ -14,16 +14,8 @@ import torch
 from common.errors import UserError
 
 from harness.base.config import ADAPTER_SETTINGS, ROOT, TAUGHT, ModelConfig, PolicyConfig, shown
-from harness.base.flags import read_marks
+from harness.base.flags import flag, read_marks
 from harness.base.terminal import printable, say
-
-
-def flag(name: str) -> str:
-    """
-    >>> flag("max_new_tokens")
-    '--max-new-tokens'
-    """
-    return "--" + name.replace("_", "-")
 
 
 def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:

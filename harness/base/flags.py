@@ -61,6 +61,14 @@ def _metadata(hint: object) -> Iterator[object]:
         yield from _metadata(argument)
 
 
+def flag(name: str) -> str:
+    """
+    >>> flag("max_new_tokens")
+    '--max-new-tokens'
+    """
+    return "--" + name.replace("_", "-")
+
+
 def group_fields(config: object) -> dict[str, list[dataclasses.Field]]:
     """The fields of `config` in the groups of `--help`; the experiment's own come first."""
     marks, first = read_marks(type(config)), getattr(config, "FIRST_GROUP", "algorithm")
@@ -71,13 +79,13 @@ def group_fields(config: object) -> dict[str, list[dataclasses.Field]]:
     return {name: fields for name, fields in grouped.items() if fields}
 
 
-def make_flags(config: object) -> type:
+def make_flags(config: object, grouped: dict[str, list[dataclasses.Field]]) -> type:
     """The flags in their groups, a dataclass of dataclasses for tyro, with the values of `config` as the defaults."""
     import tyro
 
     types, marks = get_type_hints(type(config)), read_marks(type(config))
     groups = []
-    for name, fields in group_fields(config).items():
+    for name, fields in grouped.items():
         flags = []
         for field in fields:
             text, _, resolved = read_comment(type(config), field.name).partition("None: ")
@@ -122,3 +130,11 @@ def show_description(text: str, width: int) -> None:
     """Print the description of a program, wrapped except for indented lines; tyro would join the lines."""
     for paragraph in text.strip("\n").split("\n\n"):
         say((paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120))) + "\n")
+
+
+def show_names(grouped: dict[str, list[dataclasses.Field]], width: int) -> None:
+    """Print which flags there are besides those that `--help` explains."""
+    say("--help-all also explains the other flags:\n")
+    for group, fields in grouped.items():
+        names = " ".join(map(flag, (field.name for field in fields)))
+        say(textwrap.fill(f"{group}: {names}", width, subsequent_indent="    ", break_on_hyphens=False))

@@ -1,4 +1,7 @@
-"""Read, resolve and check the command line, before anything is loaded."""
+"""Read, resolve and check the command line, before anything is loaded.
+
+What `--help` does not need is imported within the functions that need it.
+"""
 
 from harness.base.interrupt import handle_as_usual
 import dataclasses
@@ -12,29 +15,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from itertools import permutations
 from pathlib import Path
-from typing import get_type_hints
+from typing import NoReturn, get_type_hints
 
 from common.errors import UserError
 
 from harness.base import checks
-from harness.base.checks import flag
 from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolve, shown
-from harness.base.flags import make_flags, read_marks, show_description
-from harness.base.machine import with_threads
+from harness.base.flags import flag, group_fields, make_flags, read_marks, show_description, show_names
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
-from harness.processes.processes import of_this_process
-from harness.run.settings import (
-    ENGINE_PLACES,
-    MAY_CHANGE,
-    NOT_FLAGS,
-    read_settings,
-    resolved_defaults,
-    with_current_paths,
-)
-from harness.run.signals import may_say_why
-from harness.task.task_file import bundled_tasks
 
+# --help explains all flags of a program that has at most so many, else only the experiment's own
+FEW_FLAGS = 30
 # Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
 OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
 OTHER_NAMES += tuple(permutations(("limit", "max-prompts", "max-pairs"), 2))
@@ -44,7 +36,11 @@ def parse_config(
     config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
 ) -> ConfigT:
     """Read the command line, fill in each None from `resolved`, and refuse settings that cannot work."""
-    argv = _prepare(config_class, argv, description)
+    argv = _prepare(config_class(), argv, description)
+    from harness.base.machine import with_threads
+    from harness.processes.processes import of_this_process
+    from harness.run.settings import resolved_defaults
+
     config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "config", None) is not None:
         argv = [*_words_of_file(config.config, config, argv), *argv]
@@ -68,20 +64,19 @@ def parse_config(
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
     """Read the command line of a program without `--model`; `config` holds the defaults."""
-    config = _read_flags(config, _prepare(type(config), argv, description))
+    config = _read_flags(config, _prepare(config, argv, description))
     checks.check_ranges(config)
     handle_as_usual()
     return config
 
 
-def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -> Sequence[str]:
-    """The arguments; shows the description of the program if they ask for help."""
+def _prepare(config: object, argv: Sequence[str] | None, description: str) -> Sequence[str]:
+    """The arguments, unless they ask for help."""
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # the rest is for readers of the file
-        show_description(what_it_is, shutil.get_terminal_size().columns)
+    if {"-h", "--help", "--help-all"} & set(argv):
+        _show_help(config, description, is_full="--help-all" in argv)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
-    hints = get_type_hints(config_class)
+    hints = get_type_hints(type(config))
     for other, name in OTHER_NAMES:
         if f"--{other}" in words and name.replace("-", "_") in hints and other.replace("-", "_") not in hints:
             raise UserError(f"there is no flag --{other}: use --{name}")
@@ -91,9 +86,28 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
     return argv
 
 
+def _show_help(config: object, description: str, is_full: bool) -> NoReturn:
+    """Describe the program and its flags, and end it."""
+    width = shutil.get_terminal_size().columns
+    what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # the rest is for readers of the file
+    show_description(what_it_is, width)
+    explained, named = group_fields(config), {}
+    if not is_full and sum(map(len, explained.values())) > FEW_FLAGS:
+        (name, own), *others = explained.items()
+        explained, named = {name: own}, dict(others)
+    try:
+        _ask_tyro(make_flags(config, explained), ["--help"])
+    except SystemExit:
+        if named:
+            show_names(named, width)
+        raise
+
+
 def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]:
     """The settings in the file of `--config` as words of a command line, without those that `argv` gives itself."""
     import yaml
+
+    from harness.run.settings import NOT_FLAGS, with_current_paths
 
     try:
         settings = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
@@ -123,13 +137,8 @@ def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]
 
 
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """Change the settings as the command line says; `--help` and mistakes end the program."""
-    import tyro
-
-    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
-    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
-    with _told_once():
-        groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
+    """Change the settings as the command line says; mistakes end the program."""
+    groups = _ask_tyro(make_flags(config, group_fields(config)), argv)
     config = dataclasses.replace(
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
     )
@@ -137,9 +146,20 @@ def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     return config
 
 
+def _ask_tyro(flags: type, argv: Sequence[str]) -> object:
+    import tyro
+
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
+    with _told_once():
+        return tyro.cli(flags, args=argv, description="", config=markers)
+
+
 @contextmanager
 def _told_once() -> Iterator[None]:
     """Let only one of several processes print the faults of a command line, which are the same for all."""
+    from harness.run.signals import may_say_why
+
     if num_launched() == 1:
         yield
         return
@@ -155,6 +175,8 @@ def _told_once() -> Iterator[None]:
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings of the run that `--resume` names become the defaults of the command line; few may differ."""
+    from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings
+
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     unknown = stored.keys() - {*names, *NOT_FLAGS}
@@ -198,6 +220,8 @@ def _other_way(run: Path, changed: str) -> str:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """Make the paths in the settings absolute, so that a run can be resumed from any directory."""
+    from harness.task.task_file import bundled_tasks
+
     marks = read_marks(type(config))
     named = {name: getattr(config, name) for name in marks if marks[name].path and marks[name].path.is_input}
     if config.model not in BUNDLED:

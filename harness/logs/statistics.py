@@ -10,7 +10,6 @@ from common.evaluate import mean, rewards_by_name
 from common.experience import Experience
 from common.loss import masked_mean
 from common.parallel import data_size, gather, gather_rows
-from common.preferences import mean_log_probs, rightness
 from common.trajectory import Trajectory
 
 
@@ -126,6 +125,8 @@ class _Parts:
 
 def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
     """The metrics of an update on pairs of answers, whose loss logs each token's part of the score as `score`."""
+    from common.preferences import mean_log_probs, rightness  # not at the top: other experiments have no pairs
+
     own = [(key, update.tokens) for key, (update,) in statistics.rows.items()]
     sums = [(key, tokens["score"].sum().item(), tokens["log_probs"].sum().item()) for key, tokens in own]
     _, scores, log_probs = zip(*sorted(gather_rows(sums)), strict=True)  # by pair, the chosen answer first

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from common.critic import ActorCritic
 from common.policy import Policy
 from fast.sharded_weights import whole_weights
 
@@ -24,7 +23,7 @@ def save_policy(policy: Policy, path: Path) -> None:
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
     options |= {} if weights is None else {"state_dict": weights}
     on_main(lambda: (policy.model.save_pretrained(path, **options), policy.tokenizer.save_pretrained(path)))
-    if isinstance(policy, ActorCritic):
+    if _has_critic(policy):
         from safetensors.torch import save_file
 
         weights = whole_weights(policy.critic) or policy.critic.state_dict()
@@ -32,11 +31,17 @@ def save_policy(policy: Policy, path: Path) -> None:
         on_main(lambda: save_file({name: weights[name].contiguous() for name in trained}, path / CRITIC))
 
 
+def _has_critic(policy: Policy) -> bool:
+    from common.critic import ActorCritic  # not at the top: only PPO has one
+
+    return isinstance(policy, ActorCritic)
+
+
 def load_weights(policy: Policy, path: Path) -> None:
     """Read back a directory that `save_policy` wrote."""
     from safetensors.torch import load_file
 
-    if isinstance(policy, ActorCritic):
+    if _has_critic(policy):
         policy.critic.load_state_dict(load_file(path / CRITIC), strict=False)  # without weights that are not trained
     if is_lora(policy):
         from peft import set_peft_model_state_dict

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from common.chat import encode_conversation
 from common.errors import UserError
+from common.given_answers import encode_conversation
 from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import DTYPES, RunConfig

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from common.chat import encode_chat, with_remedy
 from common.errors import UserError
+from common.given_answers import encode_chat, with_remedy
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory

@@ -10,9 +10,9 @@ numbers, and equal ones are a tie.
 from collections import Counter
 from typing import NamedTuple
 
-from common.chat import encode_chat, with_remedy
 from common.errors import UserError
 from common.experience import collate
+from common.given_answers import encode_chat, with_remedy
 from common.logprobs import token_log_probs
 from common.messages import THOUGHTS
 from common.parallel import gather_rows, own_part

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
 
-from common.chat import encode_observation, removes_thoughts
 from common.errors import UserError
+from common.observations import encode_observation, removes_thoughts
 from common.policy import Policy
 from common.tools import call_form, json_schema
 

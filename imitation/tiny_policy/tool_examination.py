@@ -14,9 +14,11 @@ import torch
 from tool_lessons import copying_row, search_in
 from world_grammar import draw_question, make_world, to_row
 
-from common.chat import decode, encode_chat, encode_observation, encode_prompt
+from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION, mean
 from common.experience import collate
+from common.given_answers import encode_chat
+from common.observations import encode_observation
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.tools import ToolCall, call_tool, parse_calls, schemas

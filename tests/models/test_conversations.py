@@ -21,10 +21,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.calculator_tool import calculator
-from common.chat import encode_chat, encode_observation, encode_prompt, removes_thoughts
+from common.chat import encode_prompt
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
 from common.experience import collate
+from common.given_answers import encode_chat
+from common.observations import encode_observation, removes_thoughts
 from common.policy import Policy
 from common.tools import call_tool, parse_calls, schemas
 from common.trajectory import Trajectory

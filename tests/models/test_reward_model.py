@@ -22,8 +22,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from common.chat import encode_chat, encode_conversation
 from common.errors import UserError
+from common.given_answers import encode_chat, encode_conversation
 from common.loss import bradley_terry_loss
 from common.reward_model import RewardModel, score_rows
 

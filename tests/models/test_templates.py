@@ -12,8 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.chat import begin_completions, decode, encode_chat, encode_conversation, encode_prompt
+from common.chat import begin_completions, decode, encode_prompt
 from common.errors import UserError
+from common.given_answers import encode_chat, encode_conversation
 from common.messages import THOUGHTS
 from common.trajectory import Trajectory
 from tasks import arithmetic

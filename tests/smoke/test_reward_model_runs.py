@@ -13,8 +13,8 @@ import torch
 from run_files import ROOT, json_of, launch, metrics_of, rows_of
 from safetensors.torch import load_file
 
-from common.chat import encode_conversation
 from common.errors import UserError
+from common.given_answers import encode_conversation
 from common.reward_model import score_rows
 
 from harness.base.config import RunConfig

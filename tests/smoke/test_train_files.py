@@ -47,13 +47,13 @@ def run_here(path: Path, *arguments: str, **environment: str) -> str:
 
 
 @functools.cache
-def help_of(path: Path, columns: int = 100) -> str:
-    return run_here(path, "--help", COLUMNS=str(columns))
+def help_of(path: Path, columns: int = 100, flag: str = "--help-all") -> str:
+    return run_here(path, flag, COLUMNS=str(columns))
 
 
 @functools.cache
 def groups_of(path: Path) -> dict[str, dict[str, str]]:
-    """The output of --help: by group and flag the text, and in its last parentheses unit, range and default."""
+    """The output of --help-all: by group and flag the text, and in its last parentheses unit, range and default."""
     groups = {}
     for title, box in re.findall(r"╭─ (.+?) ─+╮\n(.*?)╰─+╯", help_of(path), re.DOTALL):
         lines = [line.strip("│ ") if line.startswith("│ -") else "  " + line.strip("│ ") for line in box.splitlines()]
@@ -101,6 +101,23 @@ def test_help_explains_every_flag_in_one_group(path, config_of):
 
 
 @each_train_file
+def test_help_explains_the_flags_of_the_experiment_and_names_the_others(path):
+    """By group; `--help-all` explains them."""
+    text, (_, own, *others) = help_of(path, flag="--help"), groups_of(path).items()
+    start, sentence, names = text.partition("--help-all also explains the other flags:\n\n")
+    assert sentence
+    assert start.partition("usage:")[0] == help_of(path).partition("usage:")[0]
+    assert re.findall(r"(?m)^│ (--[a-z-]+)", re.sub(r"--[a-z-]+ [A-Z]+, (?=--)", "", start)) == list(own[1])
+    lines = re.sub(r"\n +", " ", names).splitlines()
+    assert lines == [f"{title.removesuffix(' options')}: {' '.join(flags)}" for title, flags in others]
+
+
+@pytest.mark.parametrize("program", ["evaluate.py", "chat.py", "export.py"])
+def test_help_explains_all_of_few_flags(program):
+    assert help_of(ROOT / program, flag="--help") == help_of(ROOT / program)
+
+
+@each_train_file
 def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
     """The ends of a range are accepted, values beyond them are not. Every number has a range."""
     config, hints = config_of(path)(), hints_of(path)
@@ -136,13 +153,14 @@ def test_help_shows_defaults_as_they_are_resolved(path, load_script, config_of):
         assert LORA_LR_FACTOR == 10
 
 
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("columns", [80, 120])
-def test_help_fits_the_terminal(columns):
-    text = help_of(ROOT / "experiment_base" / "train.py", columns)
+def test_help_fits_the_terminal(columns, flag):
+    text = help_of(ROOT / "experiment_base" / "train.py", columns, flag)
     boxes = text.partition("usage: ")[2]
     assert {len(line) for line in boxes.splitlines() if line.startswith("│")} == {columns}
     prose = [line for line in text.partition("usage: ")[0].splitlines() if not line.startswith(" ")]
-    assert max(map(len, prose)) <= columns
+    assert max(map(len, [*prose, *text.rpartition("╯")[2].splitlines()])) <= columns
     assert "\x1b" not in text  # it is piped
 
 
@@ -320,10 +338,26 @@ def test_the_four_published_names_are_there():
     assert {path.stem for path in in_experiments("train_*.py")} == {f"train_{name}" for name in names}
 
 
-def test_help_waits_for_no_heavy_package(cold):
-    """They are imported where they are used."""
-    code = "import runpy, sys; sys.argv = [sys.argv[1], '--help']; runpy.run_path(sys.argv[0], run_name='__main__'); "
-    code += "print({'transformers', 'accelerate', 'peft', 'datasets'} & sys.modules.keys())"
-    command = [sys.executable, "-c", code, str(ROOT / "experiment_base" / "train.py")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.stdout.splitlines()[-1] == "set()", result.stderr
+# What --help of experiment_base must not import: it is imported where it is used
+LATER = {"transformers", "tokenizers", "accelerate", "peft", "datasets", "huggingface_hub"}
+LATER |= {"rich", "matplotlib", "wandb"}
+LATER |= {"torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy"}
+LATER |= {"common.critic", "common.observations", "common.preferences", "common.search"}
+LATER |= {"fast.cache", "fast.decoding", "fast.kept_rows"}
+LATER |= {"harness.engines", "harness.exporting", "harness.search", "harness.tools", "viewer"}
+MOST_FILES, MOST_LINES = 72, 9_600  # of the repository, with train.py
+
+
+def test_help_imports_little(cold):
+    code = "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "finally: print(*(f'{name}={getattr(module, \"__file__\", None)}' for name, module in sys.modules.items()))"
+    train = ROOT / "experiment_base" / "train.py"
+    result = subprocess.run([sys.executable, "-c", code, str(train)], capture_output=True, text=True, timeout=120)
+    loaded = dict(word.split("=", 1) for word in result.stdout.splitlines()[-1].split(" ") if "=" in word)
+    assert "common.sampling" in loaded, result.stderr
+    assert LATER & loaded.keys() == set()
+    ours = (Path(file) for file in loaded.values() if "site-packages" not in file)
+    files = {train, *(path for path in ours if path.is_relative_to(ROOT))}
+    assert len(files) <= MOST_FILES
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= MOST_LINES

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.chat import TEMPLATE_DATE, encode_chat, encode_prompt
+from common.chat import encode_prompt
+from common.chat_template import TEMPLATE_DATE
+from common.given_answers import encode_chat
 
 from harness.models.loading import find_end_of_turn_ids
 

@@ -59,7 +59,7 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
         with pytest.raises(UserError, match=sentence):
             parse_config(OwnConfig, argv, "", nothing_open)
     with pytest.raises(SystemExit):
-        parse_config(OwnConfig, ["--help"], "")
+        parse_config(OwnConfig, ["--help-all"], "")
     first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
     assert "by how much a pair has to differ (at least 0; default: 0.5)" in first
     assert "judge of the answers (default: none)" in first

@@ -3,6 +3,7 @@
 The mistakes that benchmarks/traps.py plants take effect, and leave nothing behind; the page describes them.
 """
 
+import dataclasses
 import os
 import re
 import shlex
@@ -151,9 +152,16 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             pytest.fail(f"{script} {shlex.join(arguments)}")
 
 
-def test_the_page_of_options_is_what_the_programs_say(load_script):
-    """Otherwise: python docs/options.py."""
-    assert load_script("docs/options.py").page() == (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+def test_the_page_of_options_has_every_option_of_every_program(load_script):
+    """Each in the table of a program, or of a class of settings that is named above it."""
+    tables = dict(re.findall(r"(?m)^### (.+)\n((?:(?!#).*\n)+)", load_script("docs/options.py").page()))
+    options = {name: set(re.findall(r"(?m)^\| `(--[\w-]+)", table)) for name, table in tables.items()}
+    assert tables.keys() > {"evaluate.py", "viewer/compare.py", "doctor/__main__.py", "ModelConfig"}
+    for path in in_experiments("train.py"):
+        name = path.relative_to(ROOT).as_posix()
+        (links,) = re.findall(r"Also the options of (.*)\.", tables[name])
+        found = options[name].union(*(options[other] for other in re.findall(r"[`\[]([\w/.]+)[`\]]", links)))
+        assert found == {flag(field.name) for field in dataclasses.fields(load_script(name).Config)}, name
 
 
 def test_versions_are_the_same_everywhere():

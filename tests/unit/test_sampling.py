@@ -256,7 +256,7 @@ def test_a_decoding_step_is_the_model_bit_for_bit(monkeypatch, name):
     batches = PROMPTS, PROMPTS[:1]  # one prompt has no padding, and then attention has no mask
     rows = [sample(policy, prompts, 3, max_new_tokens=20, key=(0, 0)) for prompts in batches]
     assert (len(calls) == len(batches)) == is_known  # the prompts are run by the model itself
-    monkeypatch.setattr("common.sampling.decoding_step", lambda *_: None)
+    monkeypatch.setattr("fast.decoding.decoding_step", lambda *_: None)
     assert [sample(policy, prompts, 3, max_new_tokens=20, key=(0, 0)) for prompts in batches] == rows
 
 
