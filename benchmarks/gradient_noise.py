@@ -30,9 +30,9 @@ from tasks import arithmetic as task
 from viewer.results import write_json
 
 from harness.base.config import RunConfig
+from harness.base.machine import describe_machine
 from harness.data.data import prompts_of_step, read_rows
 from harness.models.loading import load_policy
-from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 COMPLETIONS, GROUP_SIZE = 128, 8

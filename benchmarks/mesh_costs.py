@@ -32,7 +32,7 @@ from viewer.bands import draw_comparison
 from viewer.results import KeptRun, read_json, write_json
 from viewer.runs import Run
 
-from harness.run.machine import describe_machine
+from harness.base.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
@@ -83,8 +83,8 @@ def run_rank(tensor: int, folder: Path) -> None:
     from mesh import distribute, start_mesh
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from harness.base.signals import leave
     from harness.models.loading import make_reference
-    from harness.run.signals import leave
 
     data = int(os.environ["WORLD_SIZE"]) // tensor
     config = train.Config(

@@ -40,8 +40,8 @@ from viewer.results import keep_runs, read_json, write_json
 from viewer.save_figure import save_figure
 
 from harness.base.config import ModelConfig
+from harness.base.machine import describe_machine
 from harness.models.loading import load_policy
-from harness.run.machine import describe_machine
 
 HELD_OUT = instructions.EVAL_DATA.with_name("instructions_short_heldout.jsonl")
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -39,8 +39,8 @@ from tasks import arithmetic
 from viewer.results import read_json, write_json
 
 from harness.base.config import ModelConfig
+from harness.base.machine import describe_machine
 from harness.models.loading import load_policy
-from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 # hidden size, layers, heads, key-value heads, inner size, vocabulary; prompts and completions of each; repetitions

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from viewer.results import write_json
 
-    from harness.run.machine import describe_machine
+    from harness.base.machine import describe_machine
 
     config = tyro.cli(Config, args=arguments, description=__doc__)
     command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]

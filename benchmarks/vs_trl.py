@@ -100,7 +100,7 @@ def describe() -> dict:
     """The machine and versions for the measurement of one part."""
     from importlib.metadata import version
 
-    from harness.run.machine import describe_machine
+    from harness.base.machine import describe_machine
 
     return {"trl": version("trl"), "cores": os.cpu_count()} | describe_machine()
 
@@ -227,7 +227,7 @@ def work(job: Job) -> None:
     """Do the job in this process; the last line on stdout holds its measurements."""
     import torch
 
-    from harness.run.machine import peak_memory_bytes
+    from harness.base.machine import peak_memory_bytes
 
     if job.policy == "characters":
         from tasks import arithmetic

@@ -286,7 +286,7 @@ def _benchmark(name: str):
 
 
 def main() -> None:
-    from harness.run.machine import describe_machine
+    from harness.base.machine import describe_machine
 
     config = tyro.cli(Config, description=__doc__)
     if unknown := set(config.parts) - PARTS.keys():

@@ -20,11 +20,12 @@ from harness.base import checks
 from harness.base.checks import flag
 from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolve, shown
 from harness.base.flags import make_flags, read_marks, show_description
+from harness.base.machine import with_threads
 from harness.base.ranks import num_launched
+from harness.base.signals import may_say_why
 from harness.base.terminal import printable, say
 from harness.data.task import bundled_tasks
 from harness.processes.processes import of_this_process
-from harness.run.machine import with_threads
 from harness.run.settings import (
     ENGINE_PLACES,
     MAY_CHANGE,
@@ -33,7 +34,6 @@ from harness.run.settings import (
     resolved_defaults,
     with_current_paths,
 )
-from harness.run.signals import may_say_why
 
 # Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
 OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))

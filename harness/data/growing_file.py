@@ -16,10 +16,9 @@ from common.errors import EngineError, UserError
 
 from harness.base.checks import flag, local_path
 from harness.base.config import shown
-from harness.base.files import replace_file
+from harness.base.files import finite, replace_file
+from harness.base.machine import is_out_of_memory, out_of_memory
 from harness.base.terminal import completions_bar, printable, say
-from harness.logs.metrics import finite
-from harness.run.machine import is_out_of_memory, out_of_memory
 
 # Settings that can differ when a file is continued; the last one only if there is one shard, because shards are batches
 FREE = {"output", "threads", "url", "request_seconds"}

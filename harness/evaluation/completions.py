@@ -16,9 +16,9 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.base.config import ModelConfig
+from harness.base.files import finite
 from harness.data.task import Task
 from harness.evaluation.figures import GREEDY
-from harness.logs.metrics import finite
 
 Batch = list[tuple[int, int]]  # question and sample of each completion; all are sampled at the same time
 

@@ -20,8 +20,9 @@ from common.policy import Policy
 
 from harness.base.checks import flag
 from harness.base.config import ModelConfig
-from harness.base.files import replace_file
+from harness.base.files import finite, replace_file
 from harness.base.hub import find_test_split, is_hub_source
+from harness.base.machine import describe_machine
 from harness.base.terminal import completions_bar, printable, say
 from harness.data.context import check_context
 from harness.data.data import filter_rows, load_rows, read_renamed
@@ -30,9 +31,7 @@ from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
 from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers, shares
-from harness.logs.metrics import finite
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
-from harness.run.machine import describe_machine
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
 

@@ -9,11 +9,11 @@ from common.errors import UserError
 
 from harness.base.checks import check_model, local_path
 from harness.base.config import ADAPTER_SETTINGS, ModelConfig, RunConfig, is_hub_id, resolve, shown
+from harness.base.files import read_lines
 from harness.base.terminal import printable
 from harness.data.data import load_task
 from harness.data.held_out import read_before
 from harness.data.task import Task, import_named
-from harness.logs.metrics import read_lines
 from harness.run.checkpoints import BEFORE, METRICS
 from harness.run.settings import read_settings
 

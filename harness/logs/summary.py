@@ -4,10 +4,10 @@ from pathlib import Path
 
 from common.evaluate import Answer, Evaluation, Greedy, mean
 
+from harness.base.machine import peak_memory_bytes
 from harness.base.terminal import printable, say
 from harness.data.task import Task
 from harness.logs.samples import END, turn_lines
-from harness.run.machine import peak_memory_bytes
 
 SHOWN = {  # metrics of evaluate() that the closing table shows first, and their labels
     "greedy/accuracy": "greedy accuracy",

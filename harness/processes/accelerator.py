@@ -19,8 +19,8 @@ from common.policy import Policy
 
 from harness.base.config import PolicyConfig
 from harness.base.ranks import together
-from harness.models.loading import exclude_frozen, in_8_bits
 from harness.processes import processes
+from harness.processes.data_parallel import exclude_frozen, in_8_bits
 
 QUANTISED = (
     "FSDP2 cannot shard quantised weights: use recipes/accelerate_configs/multi_gpu.yaml, with all of them on each GPU"

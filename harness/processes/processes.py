@@ -20,8 +20,8 @@ from common.parallel import data_size
 
 from harness.base.config import ConfigT, PolicyConfig, RunConfig
 from harness.base.ranks import num_launched, together
+from harness.base.signals import leave
 from harness.base.terminal import say
-from harness.run.signals import leave
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # only sharded launches and experiment_accelerate need it

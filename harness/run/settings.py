@@ -15,6 +15,7 @@ from harness.base.checks import flag
 from harness.base.config import RESOLVED, ModelConfig, PolicyConfig, resolve
 from harness.base.files import replace_file
 from harness.base.hub import commit_of
+from harness.base.machine import BATCH_SIZES
 from harness.base.places import current_path
 from harness.base.ranks import is_first_here
 from harness.base.terminal import say
@@ -26,8 +27,6 @@ NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and
 NOT_FLAGS |= {"changed"}  # the names of the settings that are not the defaults
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
-# May change, too: they limit memory and change no update
-BATCH_SIZES = ("micro_batch_size", "tokens_per_micro_batch", "generation_batch_size")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel", "watch")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory

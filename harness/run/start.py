@@ -15,16 +15,15 @@ from torch import distributed
 from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
-from harness.base import ranks
+from harness.base import ranks, signals
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
+from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.data import num_steps
 from harness.data.task import Task, TaskError
 from harness.processes.processes import join, requested_launch
-from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
-from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
 from harness.run.settings import (
     describe_sources,
@@ -113,9 +112,7 @@ def start_run(
     if hasattr(config, "steps") and config.epochs is not None:
         steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
-    run = _open_run(experiment_of(config), config, task, searched or {})
-    run.steps_of_epochs = steps
-    run.accelerator = accelerator if is_sharded else None
+    run = _open_run(config, task, searched or {}, steps, accelerator if is_sharded else None)
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
@@ -134,9 +131,10 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     """The message for an error that ends a run, with the command that resumes it; otherwise the error itself."""
     from safetensors import SafetensorError
 
-    resume = f"resume with: {run.resume_command}"
+    request = run.stopping.request
+    resume = f"resume with: {request.resume_command}"
     # an interrupt can become an error of another kind, for example during an import
-    if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
+    if isinstance(error, KeyboardInterrupt) or request.is_interrupted:
         page = f"\nits page so far: python -m viewer {shlex.quote(str(run.directory))}" if run.newest else ""
         return KeyboardInterrupt(f"interrupted; {resume}{page}")
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
@@ -145,7 +143,7 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     if ranks.has_lost_others(error):
         return UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else ""))
     if is_out_of_memory(error):
-        return out_of_memory(config, error, run.resume_command if is_kept else None)
+        return out_of_memory(config, error, request.resume_command if is_kept else None)
     if isinstance(error, EngineError) and is_kept:
         run.keep_progress()
         return UserError(f"{error}; when the engine can be used again, {resume}")
@@ -159,7 +157,13 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     return error
 
 
-def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
+def _open_run(
+    config: PolicyConfig,
+    task: Task | None,
+    searched: dict[str, dict],
+    num_steps: int | None,
+    accelerator: "Accelerator | None",
+) -> Run:
     """The run; the main process makes its directory, or takes it back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size(), "script": script_of(config)}
     with ranks.together():
@@ -169,8 +173,9 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched
     opened = []
 
     def open_directory() -> RunDirectory:
-        opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
+        opening = open_resumed_run if config.resume else make_directory
+        opened.append(opening(experiment_of(config), config, machine, sources))
         return opened[0]._replace(lock=None)  # a lock cannot be sent to other processes
 
     directory = ranks.on_main(open_directory)
-    return Run(opened[0] if opened else directory, config, task, machine)
+    return Run(opened[0] if opened else directory, config, task, machine, num_steps, accelerator)

@@ -17,8 +17,8 @@ from common.policy import Policy
 from common.sampling import sample
 from tasks import arithmetic
 
+from harness.base.machine import is_out_of_memory
 from harness.data.data import read_rows
-from harness.run.machine import is_out_of_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 HAS_GPU = torch.cuda.is_available()

@@ -12,8 +12,8 @@ from run_files import read_lines
 from common.errors import UserError
 from common.policy import Policy
 
+from harness.base.machine import is_out_of_memory, out_of_memory
 from harness.cli.parse import parse_config
-from harness.run.machine import is_out_of_memory, out_of_memory
 
 ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
 

@@ -20,12 +20,11 @@ from common.errors import UserError
 from common.policy import Policy
 from common.sampling import _draw
 
-from harness.base import interrupt
+from harness.base import interrupt, machine
 from harness.base.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
+from harness.base.machine import peak_memory_bytes, with_threads
 from harness.cli.parse import parse_config
 from harness.processes.processes import of_this_process
-from harness.run import machine
-from harness.run.machine import peak_memory_bytes, with_threads
 from harness.run.settings import describe_settings
 
 

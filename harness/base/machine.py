@@ -19,8 +19,9 @@ from common.errors import UserError
 from harness.base.checks import flag
 from harness.base.config import ROOT, ConfigT, ModelConfig
 from harness.base.ranks import num_launched
-from harness.run.settings import BATCH_SIZES
 
+# Settings that limit memory and change no update
+BATCH_SIZES = ("micro_batch_size", "tokens_per_micro_batch", "generation_batch_size")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's limit: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # PyTorch's messages for a failed allocation that raises a RuntimeError and no OutOfMemoryError: from its own
