@@ -44,17 +44,32 @@ def join(config: PolicyConfig) -> None:
     if distributed.is_initialized():
         return
     if num_launched() > 1:
-        _meet(config, "cpu:gloo,cuda:nccl")
-    asked, on_cpu = requested_launch(), config.device == "cpu"
-    tell_missing_gpus(asked, on_cpu, num_launched())
+        meet(config)
+    asked = requested_launch()
+    tell_missing_gpus(asked, config.device == "cpu", num_launched())
     with together():
         if asked.sharding == "deepspeed":
             raise UserError(
                 "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or "
                 f"FSDP2 ({FILES['fsdp']})"
             )
-        check_request(asked, num_launched(), on_cpu, told_precision())
+        check_request(asked, num_launched(), config.device == "cpu", told_precision())
         check_parts(config)
+
+
+def connect(config: PolicyConfig, accelerator: "Accelerator | None") -> "Accelerator | None":
+    """Connect to the other processes as the launch asks for, unless the experiment has done so with an accelerator.
+
+    Returns the accelerator if weights are sharded, else None.
+    """
+    is_sharded = requested_launch().sharding is not None
+    if accelerator is None:
+        join(config)
+        if is_sharded:
+            from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
+
+            accelerator = start_accelerator(config)
+    return accelerator if is_sharded else None
 
 
 def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatenate[ConfigT, P], T]:
@@ -72,24 +87,17 @@ def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatena
 
 def start_processes(config: RunConfig) -> None:
     """Connect to the other processes, or run as a single one, in an experiment that synchronises them by itself."""
-    _meet(config, "nccl")
-    asked, on_cpu = requested_launch(), config.device == "cpu"
+    meet(config, "nccl")
+    asked = requested_launch()
     with together():
         if asked.sharding is not None:
             used = "experiment_accelerate" if asked.sharding == "deepspeed" else "experiment_base"
             raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start {used}")
-        check_request(asked, num_launched(), on_cpu, told_precision())
+        check_request(asked, num_launched(), config.device == "cpu", told_precision())
         if config.optimizer != "adamw":
             raise UserError(f"--optimizer {config.optimizer} is not for an experiment that divides its work by itself")
         rows = config.prompts_per_step * config.group_size
         check_divides("--prompts-per-step times --group-size", rows, "rows", config)
-
-
-def _meet(config: PolicyConfig, backend: str) -> None:
-    on_cuda = torch.device(config.device).type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(torch.device(config.device).index or 0)
-    meet(backend if on_cuda else "gloo")
 
 
 def told_precision() -> str:
@@ -134,11 +142,13 @@ def check_divides(name: str, count: int, what: str, config: PolicyConfig | None 
         )
 
 
-def meet(backend: str) -> None:
-    """Start the process group that ranks communicate through, even for a single process."""
+def meet(config: PolicyConfig, backend: str = "cpu:gloo,cuda:nccl") -> None:
+    """Start the process group that ranks communicate through, even for a single process; gloo without CUDA."""
     if distributed.is_initialized():
         return
-    place = {}
+    place, device = {}, torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     if num_launched() == 1:
         place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     elif num_restarts():  # torchrun's store can still hold the addresses of processes that have ended
@@ -148,6 +158,7 @@ def meet(backend: str) -> None:
         store = distributed.PrefixStore(f"restart {num_restarts()}", store)
         place = {"store": store, "rank": rank, "world_size": num_launched()}
     with meeting():
+        backend = backend if device.type == "cuda" else "gloo"
         distributed.init_process_group(backend, timeout=PATIENCE, **place)
 
 
@@ -233,9 +244,9 @@ def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str
         raise UserError(f"{count} were asked for, but Accelerate started {got}{alone}: {remedy}")
 
 
-def check_launch(accelerator: "Accelerator") -> None:
+def check_launch(asked: Requested, accelerator: "Accelerator") -> None:
     """`check_request`, and refuse sharding other than what was asked for; with the same result on every rank."""
-    asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
+    got, script = accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if asked.sharding and kind != SHARDED[asked.sharding]:
         wanted = asked.num_processes or got

@@ -22,7 +22,7 @@ from harness.base.machine import describe_machine, is_out_of_memory, out_of_memo
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.data import num_steps
 from harness.data.task import Task, TaskError
-from harness.processes.processes import join, requested_launch
+from harness.processes.processes import connect
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.run import Run
 from harness.run.settings import (
@@ -95,13 +95,7 @@ def start_run(
 
     `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
     """
-    is_sharded = requested_launch().sharding is not None
-    if accelerator is None:
-        join(config)
-        if is_sharded:
-            from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
-
-            accelerator = start_accelerator(config)
+    accelerator = connect(config, accelerator)
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.models.estimate import estimate  # not at the top: it imports much
@@ -112,7 +106,7 @@ def start_run(
     if hasattr(config, "steps") and config.epochs is not None:
         steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
-    run = _open_run(config, task, searched or {}, steps, accelerator if is_sharded else None)
+    run = _open_run(config, task, searched or {}, steps, accelerator)
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
