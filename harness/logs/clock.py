@@ -19,16 +19,12 @@ from harness.base.machine import peak_memory_bytes
 class StepClock:
     """Measures a step from its beginning: the time by phase, and the part spent waiting for other processes."""
 
-    def __init__(self, device: str, trace: "StepTrace | None" = None):
+    def __init__(self, device: str, trace: "StepTrace"):
         self._device, self._trace = device, trace
-        self._restart()
+        self.start(0)
 
     def start(self, step: int) -> None:
-        self._restart()
-        if self._trace is not None:
-            self._trace.begin_step(step)
-
-    def _restart(self) -> None:
+        self._trace.begin_step(step)
         self._began = self._lap_began = time.perf_counter()
         self._waited = 0.0
         self._laps: dict[str, float] = {}
@@ -40,12 +36,10 @@ class StepClock:
         now = time.perf_counter()
         self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
         self._lap_began = now
-        if self._trace is not None:
-            self._trace.lap(phase)
+        self._trace.lap(phase)
 
     def end(self, step: int, is_last: bool) -> None:
-        if self._trace is not None:
-            self._trace.end_step(step, is_last)
+        self._trace.end_step(step, is_last)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ def start_accelerator(config: PolicyConfig) -> Accelerator:
     asked = processes.requested_launch()
     on_cpu, by_deepspeed = config.device == "cpu", asked.sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the old addresses; it accepts processes that are connected
-        processes.meet(config)
+        processes.meet(config.device)
     # With cpu=True Accelerate would ignore DeepSpeed, and without a backend it would ignore the other processes
     backend = "gloo" if on_cpu and by_deepspeed else None
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]

@@ -44,7 +44,7 @@ def join(config: PolicyConfig) -> None:
     if distributed.is_initialized():
         return
     if num_launched() > 1:
-        meet(config)
+        meet(config.device)
     asked = requested_launch()
     tell_missing_gpus(asked, config.device == "cpu", num_launched())
     with together():
@@ -87,7 +87,7 @@ def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatena
 
 def start_processes(config: RunConfig) -> None:
     """Connect to the other processes, or run as a single one, in an experiment that synchronises them by itself."""
-    meet(config, "nccl")
+    meet(config.device, "nccl")
     asked = requested_launch()
     with together():
         if asked.sharding is not None:
@@ -142,11 +142,11 @@ def check_divides(name: str, count: int, what: str, config: PolicyConfig | None 
         )
 
 
-def meet(config: PolicyConfig, backend: str = "cpu:gloo,cuda:nccl") -> None:
-    """Start the process group that ranks communicate through, even for a single process; gloo without CUDA."""
+def meet(name: str, backend: str = "cpu:gloo,cuda:nccl") -> None:
+    """Start the process group of ranks on this device, even for a single one; without CUDA through gloo."""
     if distributed.is_initialized():
         return
-    place, device = {}, torch.device(config.device)
+    place, device = {}, torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     if num_launched() == 1:

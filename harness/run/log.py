@@ -26,17 +26,11 @@ from harness.run.settings import experiment_of
 
 
 class RunLog:
-    """Writes and prints the results of a run; `about` describes its machine, `tell` prints above the progress bar."""
+    """Writes and prints the results of a run; `tell` prints above the progress bar."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        config: PolicyConfig,
-        task: Task | None,
-        about: dict,
-        tell: Callable[[str], None],
-    ):
-        self._directory, self._config, self._task, self._about, self._tell = directory.path, config, task, about, tell
+    def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, tell: Callable[[str], None]):
+        self._directory, self._config, self._task, self._tell = directory.path, config, task, tell
+        self._about = directory.machine  # for the summary
         self._diagnosis = Diagnosis(config, [] if task is None else task.paid)
         for row in directory.history:
             self._diagnosis.check(row)  # already printed

@@ -36,8 +36,7 @@ from harness.run.stopping import Stopping, StopRequest
 class Run:
     """What a train.py needs besides the policy, its task and its algorithm. `start_run` makes it.
 
-    `num_steps`: with --epochs. `machine` is described at the start: the checkout can change later. `accelerator`: of a
-    sharded launch.
+    `num_steps`: with --epochs; `accelerator`: of a sharded launch.
     """
 
     # a train.py cannot set any other
@@ -45,22 +44,17 @@ class Run:
     __slots__ += ("contexts", "directory", "resumed_at", "step", "stopping")
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        config: PolicyConfig,
-        task: Task | None,
-        machine: dict,
-        num_steps: int | None = None,
-        accelerator=None,
+        self, directory: RunDirectory, config: PolicyConfig, task: Task | None, num_steps: int | None, accelerator
     ):
         self.directory, self.step, self.resumed_at = directory.path, directory.step, directory.step
         self._num_steps = num_steps
         functions = None if task is None else task.functions
         self._trainer_state = None if functions is None else functions.state  # which reward functions see
         request = StopRequest(self.directory)
-        self._log = RunLog(directory, config, task, machine, request.tell)
+        self._log = RunLog(directory, config, task, request.tell)
         self.stopping = Stopping(request, config, task, self._log.newest, self._log.findings)
-        self._rate = LearningRate(config, directory.num_steps, request.tell)
+        schedule = (getattr(config, "lr_schedule", "constant"), getattr(config, "lr_warmup_steps", 0))
+        self._rate = LearningRate(*schedule, directory.num_steps)
         self._processes = DataParallel(getattr(config, "optimizer", "adamw"), accelerator)
         self._checkpoints = Checkpoints(self.directory, config, directory.history, request.tell, accelerator)
         first = directory.step + 2  # the step before is slower than all others
@@ -95,7 +89,8 @@ class Run:
         self._num_steps = num_steps = self._num_steps or num_steps
         if self.stopping.is_over:  # of a run that is resumed
             return
-        self._rate.tell_change(self.resumed_at + 1, num_steps)
+        if change := self._rate.describe_change(self.resumed_at + 1, num_steps):
+            self.stopping.request.tell(change)
         for step in self._log.count_steps(self.resumed_at, num_steps):
             self.step = step
             self._clock.start(step)

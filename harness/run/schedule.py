@@ -1,22 +1,18 @@
 """The learning rate of each step, as --lr-schedule and --lr-warmup-steps say."""
 
 import math
-from collections.abc import Callable
 
 import torch
-
-from harness.base.config import PolicyConfig
 
 
 class LearningRate:
     """Follows a schedule that depends on the step alone: a resumed run has nothing to restore.
 
-    `num_steps_before`: of a resumed run, until now.
+    `before`: the number of steps that a resumed run had until now.
     """
 
-    def __init__(self, config: PolicyConfig, num_steps_before: int | None, tell: Callable[[str], None]):
-        self._kind, self._warmup = getattr(config, "lr_schedule", "constant"), getattr(config, "lr_warmup_steps", 0)
-        self._before, self._tell = num_steps_before, tell
+    def __init__(self, kind: str, warmup: int, before: int | None):
+        self._kind, self._warmup, self._before = kind, warmup, before
         self._optimizer: torch.optim.Optimizer | None = None
         self._peaks: list[float] = []  # of its groups
 
@@ -34,19 +30,20 @@ class LearningRate:
         """The rate of this step, if it follows a schedule."""
         return {"lr": self._optimizer.param_groups[0]["lr"]} if self._is_scheduled else {}
 
-    def tell_change(self, step: int, num_steps: int) -> None:
-        """Say how another --steps moves the rate of a resumed run, which begins at `step`: schedules end with a run."""
+    def describe_change(self, step: int, num_steps: int) -> str | None:
+        """How another --steps moves the rate of a resumed run at `step`, its next one; None if it does not."""
         before = self._before
         if not before or not self._is_scheduled or not step <= num_steps != before:
-            return
+            return None
         new = self._peaks[0] * learning_rate_factor(self._kind, self._warmup, step, num_steps)
         old = self._peaks[0] * learning_rate_factor(self._kind, self._warmup, min(step, before), before)
-        if new != old:
-            instead_of = "instead of" if step <= before else f"and that of step {before} was"
-            self._tell(
-                f"--lr-schedule {self._kind} falls until the last step, now {num_steps} instead of {before}: the "
-                f"learning rate of step {step} is {new:.3g} {instead_of} {old:.3g}"
-            )
+        if new == old:
+            return None
+        return (
+            f"--lr-schedule {self._kind} falls until the last step, now {num_steps} instead of {before}: the learning "
+            f"rate of step {step} is {new:.3g} "
+            + (f"instead of {old:.3g}" if step <= before else f"and that of step {before} was {old:.3g}")
+        )
 
     @property
     def _is_scheduled(self) -> bool:

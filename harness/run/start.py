@@ -106,7 +106,7 @@ def start_run(
     if hasattr(config, "steps") and config.epochs is not None:
         steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
-    run = _open_run(config, task, searched or {}, steps, accelerator)
+    run = Run(_open_directory(config, task, searched or {}), config, task, steps, accelerator)
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
@@ -151,14 +151,8 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     return error
 
 
-def _open_run(
-    config: PolicyConfig,
-    task: Task | None,
-    searched: dict[str, dict],
-    num_steps: int | None,
-    accelerator: "Accelerator | None",
-) -> Run:
-    """The run; the main process makes its directory, or takes it back to its checkpoint."""
+def _open_directory(config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> RunDirectory:
+    """The run's directory, which the main process makes, or takes back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size(), "script": script_of(config)}
     with ranks.together():
         sources = describe_sources(config, task) | searched
@@ -172,4 +166,4 @@ def _open_run(
         return opened[0]._replace(lock=None)  # a lock cannot be sent to other processes
 
     directory = ranks.on_main(open_directory)
-    return Run(opened[0] if opened else directory, config, task, machine, num_steps, accelerator)
+    return opened[0] if opened else directory

@@ -88,11 +88,13 @@ class Stopping:
 
     def ends_after_step(self) -> bool:
         """Whether training is over; an error or a KeyboardInterrupt ends the run as well."""
-        if self._error is not None and not self.is_over:
+        if self.is_over:
+            return True
+        if self._error is not None:
             raise self._error if is_main() else EndedElsewhereError
-        if self.request.is_agreed and not self.is_over:
+        if self.request.is_agreed:
             raise KeyboardInterrupt
-        return self.is_over
+        return False
 
     def _is_over_optimised(self, found: set[str]) -> bool:
         return self._when == "over-optimised" and OVER_OPTIMISED in found
