@@ -52,8 +52,8 @@ class Checkpoints:
     ):
         self._run, self._config, self._tell, self._accelerator = run, config, tell, accelerator
         self.best = _best_of(history, getattr(config, "keep_best", None))
-        # The results of the newest complete step, as long as nothing has changed them: `Run.checkpoint`'s arguments
-        self.complete: tuple[int, Policy, torch.optim.Optimizer] | None = None
+        # The results of the newest complete step, as long as nothing has changed them
+        self._newest: tuple[int, Policy, torch.optim.Optimizer] | None = None
 
     def restore(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Read the checkpoint of a step, if it is not 0, into policy and optimizer, with the accelerator if given."""
@@ -61,7 +61,16 @@ class Checkpoints:
         if step:
             self._read(self._run / "checkpoints" / f"step_{step}", policy, optimizer)
 
-    def keep_best(self, step: int, policy: Policy, metrics: dict[str, float]) -> None:
+    def add(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, metrics: dict[str, float]) -> None:
+        """A step is complete: it can be written, and is kept in best/ if its metrics are the best so far."""
+        self._keep_best(step, policy, metrics)
+        self._newest = (step, policy, optimizer)
+
+    def begin_update(self) -> None:
+        """From now on the policy is between two steps."""
+        self._newest = None
+
+    def _keep_best(self, step: int, policy: Policy, metrics: dict[str, float]) -> None:
         """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""
         name = getattr(self._config, "keep_best", None)
         if name is None or (every := self._config.eval_every) == 0 or step % every:
@@ -90,11 +99,11 @@ class Checkpoints:
 
         Nothing is written if there is no such step, or if it has a checkpoint. The newest --keep-checkpoints stay.
         """
-        if self.complete is None:
+        if self._newest is None:
             return
         from safetensors import SafetensorError
 
-        step, policy, optimizer = self.complete
+        step, policy, optimizer = self._newest
         directory = self._run / "checkpoints"
         target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
         on_main(lambda: save_base(self._config, policy, self._run / "base"))
@@ -120,7 +129,7 @@ class Checkpoints:
         old = [path for _, path in _finished(directory)[self._config.keep_checkpoints :]]
         old += directory.glob("step_*.partial")
         on_main(lambda: [shutil.rmtree(path) for path in old])
-        self.complete = None
+        self._newest = None
 
     def save_final(self, policy: Policy) -> Path:
         """Write final/, and what --save-merged asks for."""

@@ -1,7 +1,7 @@
 """What a run writes for people, apart from its policy: metrics, samples, the diagnosis, the summary and its figure."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from common.evaluate import Evaluation
 from common.experience import Experience
@@ -36,7 +36,7 @@ class RunLog:
             self._diagnosis.check(row)  # already printed
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # of each metric
         self.of_step: dict[str, float] = {}  # logged by the newest step
-        self.bar = None  # the progress bar, during the steps
+        self._bar = None  # the progress bar, during the steps
         self._tokens: TokenTexts | None = None  # None: unknown before `know`
         if is_main():
             wandb = {"project": config.wandb_project or experiment_of(config), "group": config.wandb_group}
@@ -53,21 +53,28 @@ class RunLog:
         self._tokens = TokenTexts(self._directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
         self._about = count_parameters(policy.model) | self._about
 
-    def count_steps(self, done: int, num_steps: int):
-        """A progress bar over the remaining steps."""
-        self.bar = progress_bar(done, num_steps, is_shown=is_main())
-        return self.bar
+    def count_steps(self, done: int, num_steps: int) -> Iterator[int]:
+        """The remaining steps, with a progress bar."""
+        self._bar = progress_bar(done, num_steps, is_shown=is_main())
+        try:
+            yield from self._bar
+        finally:
+            self._bar = None
+
+    @property
+    def is_counting(self) -> bool:
+        return self._bar is not None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics, show the progress, and report what looks wrong."""
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
         self.of_step = metrics
-        if self.bar is not None:
+        if self._bar is not None:
             more = getattr(self._config, "progress", ())
-            for key in set(more) - metrics.keys() if step == self.bar.iterable.start else ():
+            for key in set(more) - metrics.keys() if step == self._bar.iterable.start else ():
                 self._tell(f"--progress {printable(key, 60)}: the step has no such metric; metrics.jsonl has all names")
-            self.bar.set_description_str(progress_line(step, self.bar.total, metrics, more), refresh=False)
+            self._bar.set_description_str(progress_line(step, self._bar.total, metrics, more), refresh=False)
         for sentence in self._diagnosis.check({"step": step} | metrics):
             self._tell(f"step {step}: {sentence}")
         on_main(lambda: self._diagnosis.write(self._directory / DIAGNOSIS, step))

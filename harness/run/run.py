@@ -101,7 +101,6 @@ class Run:
             self._clock.end(step, is_last=step == num_steps)
             if self.stopping.ends_after_step():
                 break
-        self._log.bar = None
 
     def _tell_functions(self, num_done: int) -> None:
         if self._trainer_state is not None:
@@ -115,7 +114,7 @@ class Run:
         """Mark the end of a phase of the step: its seconds are logged as `time/<phase>`, see `costs`."""
         self._clock.lap(phase)
         if phase == "log_probs":  # the update follows
-            self._checkpoints.complete = None
+            self._checkpoints.begin_update()
 
     def costs(self, num_tokens: int) -> dict[str, float]:
         """Seconds of this step so far, tokens per second, with `num_tokens` of this process, and peak memory."""
@@ -137,8 +136,7 @@ class Run:
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N when it is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._processes.check_gradients(step, policy)
-        self._checkpoints.keep_best(step, policy, self._log.of_step)
-        self._checkpoints.complete = (step, policy, optimizer)
+        self._checkpoints.add(step, policy, optimizer, self._log.of_step)
         is_last = step == self._num_steps or self.stopping.is_over
         if self.stopping.request.agree() or self._checkpoints.is_due(step, is_last):
             self.keep_progress()
@@ -177,4 +175,4 @@ class Run:
 
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
-        self.stopping.request.receive(is_in_step=self._log.bar is not None)
+        self.stopping.request.receive(is_in_step=self._log.is_counting)
