@@ -38,7 +38,6 @@ def start_accelerator(config: PolicyConfig) -> Accelerator:
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
     with processes.meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
-    processes.tell_missing_gpus(asked, accelerator.device.type == "cpu", accelerator.num_processes)
     with together():
         processes.check_launch(asked, accelerator)
         optimizer = getattr(config, "optimizer", "adamw")

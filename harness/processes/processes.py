@@ -46,14 +46,13 @@ def join(config: PolicyConfig) -> None:
     if num_launched() > 1:
         meet(config.device)
     asked = requested_launch()
-    tell_missing_gpus(asked, config.device == "cpu", num_launched())
     with together():
         if asked.sharding == "deepspeed":
             raise UserError(
                 "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or "
                 f"FSDP2 ({FILES['fsdp']})"
             )
-        check_request(asked, num_launched(), config.device == "cpu", told_precision())
+        check_request(asked, num_launched(), config.device == "cpu")
         check_parts(config)
 
 
@@ -93,7 +92,7 @@ def start_processes(config: RunConfig) -> None:
         if asked.sharding is not None:
             used = "experiment_accelerate" if asked.sharding == "deepspeed" else "experiment_base"
             raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start {used}")
-        check_request(asked, num_launched(), config.device == "cpu", told_precision())
+        check_request(asked, num_launched(), config.device == "cpu")
         if config.optimizer != "adamw":
             raise UserError(f"--optimizer {config.optimizer} is not for an experiment that divides its work by itself")
         rows = config.prompts_per_step * config.group_size
@@ -200,6 +199,7 @@ class Requested(NamedTuple):
     sharding: str | None  # "fsdp" or "deepspeed"; None: not requested
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps
     on_gpus: bool = False  # whether several GPUs were requested
+    precision: str = "no"  # Accelerate's mixed_precision
 
 
 def requested_launch() -> Requested:
@@ -220,21 +220,19 @@ def requested_launch() -> Requested:
                 sharding += [name for name, kind in SHARDED.items() if config.distributed_type == kind]
         processes = max(processes, asked)
         accumulation = max(accumulation, args.gradient_accumulation_steps or 1)
-    return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus)
+    return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus, told_precision())
 
 
-def tell_missing_gpus(asked: Requested, on_cpu: bool, got: int) -> None:
+def check_request(asked: Requested, got: int, on_cpu: bool) -> None:
+    """Refuse what training does not support, or another number of processes; with the same result on every rank."""
     if asked.on_gpus and on_cpu:
         say(f"GPUs were asked for and none is used: training runs on the CPU, processes: {got}")
-
-
-def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str, accumulation: int = 1) -> None:
-    """Refuse what training does not support, or another number of processes; with the same result on every rank."""
-    if mixed_precision not in ("no", "bf16"):
-        raise UserError(f"mixed_precision {mixed_precision} is not supported: set bf16, or no, {WHERE}")
-    if (steps := max(asked.accumulation, accumulation)) > 1:
+    if asked.precision not in ("no", "bf16"):
+        raise UserError(f"mixed_precision {asked.precision} is not supported: set bf16, or no, {WHERE}")
+    if asked.accumulation > 1:
         raise UserError(
-            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and use --micro-batch-size"
+            f"gradient_accumulation_steps {asked.accumulation} is not supported: set 1 {WHERE}, and use "
+            "--micro-batch-size"
         )
     if (wanted := asked.num_processes or got) != got:
         count = f"{wanted} process{'es' if wanted > 1 else ''}"
@@ -260,9 +258,10 @@ def check_launch(asked: Requested, accelerator: "Accelerator") -> None:
         raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
     plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number, or "auto"
     by_deepspeed = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
-    steps = [accelerator.gradient_accumulation_steps, by_deepspeed]
+    steps = [asked.accumulation, accelerator.gradient_accumulation_steps, by_deepspeed]
     accumulation = max(number for number in steps if isinstance(number, int))
-    check_request(asked, got, on_cpu, accelerator.mixed_precision, accumulation)
+    asked = asked._replace(accumulation=accumulation, precision=accelerator.mixed_precision)
+    check_request(asked, got, on_cpu)
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:
