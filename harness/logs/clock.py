@@ -19,12 +19,13 @@ from harness.base.machine import peak_memory_bytes
 class StepClock:
     """Measures a step from its beginning: the time by phase, and the part spent waiting for other processes."""
 
-    def __init__(self, device: str, trace: "StepTrace"):
+    def __init__(self, device: str, trace: "StepTrace | None" = None):
         self._device, self._trace = device, trace
         self.start(0)
 
     def start(self, step: int) -> None:
-        self._trace.begin_step(step)
+        if self._trace is not None:
+            self._trace.begin_step(step)
         self._began = self._lap_began = time.perf_counter()
         self._waited = 0.0
         self._laps: dict[str, float] = {}
@@ -36,10 +37,12 @@ class StepClock:
         now = time.perf_counter()
         self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
         self._lap_began = now
-        self._trace.lap(phase)
+        if self._trace is not None:
+            self._trace.lap(phase)
 
     def end(self, step: int, is_last: bool) -> None:
-        self._trace.end_step(step, is_last)
+        if self._trace is not None:
+            self._trace.end_step(step, is_last)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

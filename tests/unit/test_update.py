@@ -6,7 +6,6 @@ The metrics of a rollout match their names, counted by hand.
 import json
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ from common.trajectory import Trajectory
 
 from harness.base.config import RunConfig
 from harness.data.data import load_task
-from harness.logs.clock import StepClock, StepTrace
+from harness.logs.clock import StepClock
 from harness.logs.samples import TokenTexts, write_samples
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy
@@ -263,7 +262,7 @@ def test_costs_are_those_of_all_processes(monkeypatch, others):
     own = []
     monkeypatch.setattr("harness.logs.clock.gather", lambda values: own.append(values) or [values, others])
     monkeypatch.setattr("harness.logs.clock.peak_memory_bytes", lambda device: 1000)
-    clock = StepClock("cpu", StepTrace(Path(), range(0), print))
+    clock = StepClock("cpu")
     with clock.waiting():
         time.sleep(0.01)
     clock.lap("sample")
