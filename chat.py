@@ -38,7 +38,7 @@ from harness.base.checks import check_model
 from harness.base.config import RESOLVED, Count, InputPath, LocalPath, ModelConfig, Positive, Share
 from harness.base.terminal import visible
 from harness.cli.parse import parse_config
-from harness.data.context import context_length
+from harness.models.context import context_length
 from harness.models.loading import load_policy
 from harness.run.start import run_main
 from harness.search.opening import open_index

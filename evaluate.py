@@ -49,9 +49,10 @@ from harness.base.ranks import num_launched
 from harness.base.signals import signals_to
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
+from harness.data.benchmarks import SUITES
 from harness.evaluation.comparison import show_comparison
 from harness.evaluation.session import default_directory, evaluate, locked
-from harness.evaluation.suite import SUITES, parts, summary
+from harness.evaluation.suite import parts, summary
 from harness.evaluation.tables import print_suite, print_table
 from harness.models.loading import load_policy
 from harness.run.start import run_main

@@ -38,7 +38,7 @@ from viewer.groups import read_run
 from viewer.results import KeptRun, keep_runs, read_runs
 
 from harness.base.config import TINY_POLICY
-from harness.data.task import Task
+from harness.task.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "imitation/distill"

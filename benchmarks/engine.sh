@@ -82,7 +82,7 @@ start_server() {
 describe() {
     "$python" - <<'PYTHON'
 import json, os
-from harness.run.machine import describe_machine
+from harness.base.machine import describe_machine
 found = describe_machine()
 print("commit", found["commit"])
 print(f"machine: {found['machine']}, {os.cpu_count()} cores, shared")

@@ -31,7 +31,8 @@ from viewer.results import write_json
 
 from harness.base.config import RunConfig
 from harness.base.machine import describe_machine
-from harness.data.data import prompts_of_step, read_rows
+from harness.data.data import read_rows
+from harness.data.order import prompts_of_step
 from harness.models.loading import load_policy
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"

@@ -27,7 +27,7 @@ from viewer.results import read_json, write_json
 from harness.base.config import TINY_POLICY
 from harness.base.machine import describe_machine
 from harness.cli.parse import parse_config
-from harness.models.estimate import FULL, Shape, memory_of
+from harness.run.estimate import FULL, Shape, memory_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE = "experiment_accelerate/train.py"

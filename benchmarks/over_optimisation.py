@@ -37,9 +37,9 @@ from viewer.save_figure import save_figure
 
 from harness.base.config import ROOT, ModelConfig
 from harness.data.data import read_rows
-from harness.data.pairs import PAIRS
 from harness.models.loading import load_policy
 from harness.models.reward_loading import load_reward_model
+from harness.task.pairs import PAIRS
 
 RESULTS = ROOT / "benchmarks" / "results" / "over_optimisation.json"
 PICTURE = ROOT / "docs" / "reward_models.png"

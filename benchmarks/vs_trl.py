@@ -399,7 +399,8 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
 
     from common.policy import Policy
 
-    from harness.data.data import prompts_of_step, read_rows
+    from harness.data.data import read_rows
+    from harness.data.order import prompts_of_step
     from harness.models.loading import find_end_of_turn_ids
 
     micro_batch_size = job.micro_batch_size or 32

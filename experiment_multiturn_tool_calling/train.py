@@ -43,14 +43,14 @@ from fast.kept_rows import KeptRows
 
 from harness.base.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.context import context_length
-from harness.data.data import load_task, prompts_of_step
-from harness.data.held_out import evaluate_held_out
-from harness.data.task import Task
+from harness.data.order import prompts_of_step
+from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.context import context_length
 from harness.models.loading import load_policy, make_reference
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.task.task import Task, load_task
 from harness.tools.tool_files import check_turns, load_tools
 from harness.tools.tool_processes import in_threads
 

@@ -16,7 +16,6 @@ from common.errors import UserError
 from harness.base.config import ADAPTER_SETTINGS, ROOT, TAUGHT, ModelConfig, PolicyConfig, shown
 from harness.base.flags import read_marks
 from harness.base.terminal import printable, say
-from harness.models.pretrained import read_template
 
 
 def flag(name: str) -> str:
@@ -216,6 +215,17 @@ def check_model(config: ModelConfig) -> None:
             f"--model {shown(config.model)} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
             + (f"; did you mean {shown(saved[-1])}?" if saved else "")
         )
+
+
+def read_template(source: str) -> str:
+    """The chat template in a file."""
+    try:
+        template = Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {shown(source)} cannot be read ({error})") from error
+    if not template.strip():
+        raise UserError(f"--chat-template {shown(source)} is empty")
+    return template
 
 
 def check_name(name: str | None) -> None:

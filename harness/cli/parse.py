@@ -24,7 +24,6 @@ from harness.base.machine import with_threads
 from harness.base.ranks import num_launched
 from harness.base.signals import may_say_why
 from harness.base.terminal import printable, say
-from harness.data.task import bundled_tasks
 from harness.processes.processes import of_this_process
 from harness.run.settings import (
     ENGINE_PLACES,
@@ -34,6 +33,7 @@ from harness.run.settings import (
     resolved_defaults,
     with_current_paths,
 )
+from harness.task.task_file import bundled_tasks
 
 # Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
 OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))

@@ -1,1 +1,1 @@
-"""Tasks and their rows: reading, checking, holding out, and fitting into the context."""
+"""Rows of files and of the hub: reading, checking, ordering, holding out. Nothing here knows a task or a model."""

@@ -17,8 +17,8 @@ from common.trajectory import Trajectory
 
 from harness.base.config import ModelConfig
 from harness.base.files import finite
-from harness.data.task import Task
 from harness.evaluation.figures import GREEDY
+from harness.task.task import Task
 
 Batch = list[tuple[int, int]]  # question and sample of each completion; all are sampled at the same time
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harness.base.terminal import printable, visible
-from harness.data.task import Task
 from harness.evaluation.figures import Answer, Answers
+from harness.task.task import Task
 
 LONGEST = 4000  # characters of a completion that are shown; completions.jsonl has the rest
 KINDS = {"cut off": "ended by the budget", "no answer": "nothing that can be read as an answer", "wrong answer": ""}
@@ -36,7 +36,7 @@ def _failure(task: Task, answers: Answers, index: int) -> Iterator[str]:
     row, answer, text = task.eval_rows[index], answers.greedy[index], answers.greedy_texts[index]
     yield from ("", "-" * 80, f"question {index} ({printable(row.place, 200)}): {kind_of(answer)}", "")
     yield from _indented(row.question)
-    wanted = task.right_answer(row)
+    wanted = task.file.right_answer(row)
     wanted = "(see the row)" if wanted is None else printable(str(wanted), 200)
     yield from ("", f"wanted: {wanted}", f"given:  {_given(answer.given)}")
     if group := answers.sampled[index]:

@@ -24,9 +24,7 @@ from harness.base.files import finite, replace_file
 from harness.base.hub import find_test_split, is_hub_source
 from harness.base.machine import describe_machine
 from harness.base.terminal import completions_bar, printable, say
-from harness.data.context import check_context
-from harness.data.data import filter_rows, load_rows, read_renamed
-from harness.data.task import Row, Task, import_named, task_of
+from harness.data.rows import Row
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
 from harness.evaluation.failures import failures
@@ -34,6 +32,11 @@ from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
+from harness.task.fitting import check_context
+from harness.task.questions import filter_rows, load_rows, read_renamed
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import import_named, task_of
 
 FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
 
@@ -99,8 +102,8 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
             entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
         questions.append(entry)
     found = figures(answers, seed)
-    found["greedy"]["shares"] = shares(list(map(task.tally, task.eval_rows, answers.greedy_texts)))
-    return {"num_questions": len(questions), "asked": task.data, **found, "questions": questions}
+    found["greedy"]["shares"] = shares(list(map(task.file.tally, task.eval_rows, answers.greedy_texts)))
+    return {"num_questions": len(questions), "asked": task.sources["data"], **found, "questions": questions}
 
 
 # The questions -------------------------------------------------------------------------------------------------------
@@ -108,27 +111,29 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     """The task of an evaluation, with its questions as `eval_rows`; `renamed`: the task's names for fields."""
-    task = task_of(config.task)
-    if "correct" not in task.weights:
-        problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"
+    file = task_of(config.task)
+    if "correct" not in file.weights:
+        problem = f"has no reward component 'correct' (it has {', '.join(file.weights)})"
         raise UserError(
-            f"{task} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
+            f"{file} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
         )
-    source = config.data if config.data is not None else task.eval_data
+    source = config.data if config.data is not None else file.eval_data
     if source is None:
-        raise UserError(f"{task} names no evaluation data: give --data")
+        raise UserError(f"{file} names no evaluation data: give --data")
     if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
         say(f"the questions are from {test_split} (--data names another split)")
         source = test_split
+    filters = (config.at_most, config.max_question_length)
     if renamed:
-        rows = filter_rows(read_renamed(source, task, renamed), config, task, source)
+        rows = filter_rows(read_renamed(source, file, renamed), source, file, *filters)
     else:
-        rows = load_rows(source, config, task)
-    task.data, task.eval_rows = source, rows[: config.limit]
-    task.try_out(task.eval_rows[0])
-    text = task.solution(task.eval_rows[0]) or ""
+        rows = load_rows(source, file, *filters)
+    sources = {"data": source, "eval_data": None, "task": file.path}
+    task = Task(Scorer(file), eval_rows=rows[: config.limit], sources=sources)
+    task.scorer.try_out(task.eval_rows[0])
+    text = file.solution(task.eval_rows[0]) or ""
     answer_reader(task)(0, text)  # so that a failing `vote` or `tally` fails now
-    task.tally(task.eval_rows[0], text)
+    file.tally(task.eval_rows[0], text)
     return task
 
 
@@ -137,8 +142,8 @@ def answer_reader(task: Task) -> Callable[[int, str], str | None]:
     arithmetic = import_named("arithmetic")
 
     def read(question: int, text: str) -> str | None:
-        if task.has_vote:
-            return task.vote(task.eval_rows[question], text)
+        if task.file.has("vote"):
+            return task.file.vote(task.eval_rows[question], text)
         given = arithmetic.given_answer(text)
         return None if given is None else arithmetic.normalize_answer(given)
 

@@ -11,11 +11,11 @@ from harness.base.checks import check_model, local_path
 from harness.base.config import ADAPTER_SETTINGS, ModelConfig, RunConfig, is_hub_id, resolve, shown
 from harness.base.files import read_lines
 from harness.base.terminal import printable
-from harness.data.data import load_task
-from harness.data.held_out import read_before
-from harness.data.task import Task, import_named
+from harness.logs.summary import read_before
 from harness.run.checkpoints import BEFORE, METRICS
 from harness.run.settings import read_settings
+from harness.task.task import Task, load_task
+from harness.task.task_file import import_named
 
 
 @dataclass(frozen=True, kw_only=True)

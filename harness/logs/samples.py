@@ -15,8 +15,8 @@ from common.trajectory import Trajectory
 from harness.base.files import finite, read_lines
 from harness.base.ranks import on_main
 from harness.base.terminal import POLICY, REWARD, TOOL, printable
-from harness.data.task import Task
 from harness.logs.statistics import RowUpdate, UpdateStatistics
+from harness.task.task import Task
 
 MOST_TURNS = 12  # of a printed conversation
 END = 100  # characters at the end of a long text that are printed, because the answer is there
@@ -44,7 +44,7 @@ def write_samples(
             break
         if trajectory.question is None:
             row = task.train_rows[trajectory.prompt_index]
-            asked, total = (task.question(row), task.right_answer(row)), task.total_reward(trajectory.rewards)
+            asked, total = (task.file.question(row), task.file.right_answer(row)), task.total_reward(trajectory.rewards)
         else:  # given, with its own question
             asked, total = (trajectory.question, None), sum(trajectory.rewards.values())
         entry = {"step": step} | dict(zip(("question", "answer"), asked, strict=True))
@@ -126,7 +126,7 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
     ordered = sorted(group, key=lambda trajectory: -task.total_reward(trajectory.rewards))
     best, worst = ordered[0], ordered[-1]
     reward, lowest = (task.total_reward(trajectory.rewards) for trajectory in (best, worst))
-    question, number = printable(task.question(task.train_rows[best.prompt_index]), 120), len(group)
+    question, number = printable(task.file.question(task.train_rows[best.prompt_index]), 120), len(group)
     place = f", best of {number}" if number > 1 else ""
     if best.turns:
         return "\n".join([question, *turn_lines(best.turns), f"{REWARD} {reward:g}{place}"])

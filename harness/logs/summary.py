@@ -1,13 +1,14 @@
 """The gain of a run: the figures of summary.json, and the tables at the end of a run."""
 
+import json
 from pathlib import Path
 
 from common.evaluate import Answer, Evaluation, Greedy, mean
 
 from harness.base.machine import peak_memory_bytes
 from harness.base.terminal import printable, say
-from harness.data.task import Task
 from harness.logs.samples import END, turn_lines
+from harness.task.task import Task
 
 SHOWN = {  # metrics of evaluate() that the closing table shows first, and their labels
     "greedy/accuracy": "greedy accuracy",
@@ -15,6 +16,16 @@ SHOWN = {  # metrics of evaluate() that the closing table shows first, and their
     "sampled/pass@8": "at least one of 8 right (pass@8)",
     "sampled/length": "completion length (tokens)",
 }
+
+
+def read_before(path: Path) -> Evaluation | None:
+    """The evaluation before training, as the run saved it; None if it did not."""
+    if not path.exists():
+        return None
+    metrics, greedy, answers = json.loads(path.read_text(encoding="utf-8"))
+    # older runs saved only the texts
+    greedy = [Greedy(answer, [], {}) if isinstance(answer, str) else Greedy(*answer) for answer in greedy]
+    return Evaluation(metrics, greedy, [Answer(*answer) for answer in answers])
 
 
 def summarise_steps(steps: list[dict], device: str) -> dict:
@@ -32,7 +43,7 @@ def summarise_steps(steps: list[dict], device: str) -> dict:
 
 def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
     """Accuracy before and after, all metrics of both evaluations, and the sources of the gain."""
-    kinds = [task.kind(row) for row in task.eval_rows]
+    kinds = [task.file.kind(row) for row in task.eval_rows]
     return {
         "num_questions": len(task.eval_rows),
         "accuracy_before": before.metrics.get("greedy/accuracy"),
@@ -115,8 +126,8 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
     table.add_column()
     table.add_column(overflow="fold")
     for row, *answers in list(zip(task.eval_rows, before.greedy, after.greedy, strict=True))[:3]:
-        right = task.right_answer(row)
-        table.add_row("question", Text(printable(task.question(row), 400)))  # text, not rich's markup
+        right = task.file.right_answer(row)
+        table.add_row("question", Text(printable(task.file.question(row), 400)))  # text, not rich's markup
         table.add_row("right answer", Text("" if right is None else printable(str(right), 400)))
         for heading, answer in zip(("before", "after"), answers, strict=True):
             table.add_row(heading, Text("\n".join(_lines(task, answer))))

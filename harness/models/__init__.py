@@ -1,1 +1,1 @@
-"""Models: reading, adapting, checking, saving, and an estimate of the memory that a run needs."""
+"""Models: reading, adapting, checking and saving them, and the room in their context."""

@@ -17,8 +17,8 @@ from fast.packed_rows import FLEX, hidden_states
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say, silence_bitsandbytes
-from harness.data.context import fixed_length
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
+from harness.models.context import fixed_length
 from harness.models.pretrained import (
     check_finite,
     check_tokenizer,
@@ -61,7 +61,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool =
 
 def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, with its adapter; a `PolicyConfig` makes it ready for training."""
-    set_template(tokenizer, config)
+    set_template(tokenizer, config.model, config.chat_template)
     prefix = getattr(config, "completion_prefix", None)
     if prefix is not None:
         begin_completions(tokenizer, prefix)
@@ -77,7 +77,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
         raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
-    _tell_of_unknown_end(tokenizer, end_of_turn_ids, config)
+    _tell_of_unknown_end(tokenizer, end_of_turn_ids, config.model)
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)
@@ -120,7 +120,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
     return policy
 
 
-def _tell_of_unknown_end(tokenizer, end_of_turn_ids: list[int], config: ModelConfig) -> None:
+def _tell_of_unknown_end(tokenizer, end_of_turn_ids: list[int], model: str) -> None:
     """Say what the template writes after an answer, if no end-of-turn token of the model is there."""
     asks, says = "(a question)", "(an answer)"
     turns = [{"role": role, "content": text} for role, text in (("user", asks), ("assistant", says), ("user", asks))]
@@ -133,7 +133,7 @@ def _tell_of_unknown_end(tokenizer, end_of_turn_ids: list[int], config: ModelCon
         return
     own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
     say(
-        f"--model {shown(config.model)}: the chat template ends an answer with "
+        f"--model {shown(model)}: the chat template ends an answer with "
         f"{printable(repr((after.split() or [after])[0]), 60)}, but only {own} ends a completion, so that completions "
         "run to their limit: give a base model another template (--chat-template recipes/base_model.jinja), or take an "
         "instruction-tuned model"

@@ -9,6 +9,7 @@ import torch
 from common.chat import encode_prompt
 from common.errors import UserError
 
+from harness.base.checks import read_template
 from harness.base.config import ModelConfig, shown
 from harness.base.terminal import clean_log
 
@@ -86,18 +87,20 @@ def read_tokenizer(source: str, local_files_only: bool):
 
 
 def tokenizer_of(config: ModelConfig, local_files_only: bool):
-    """The tokenizer of the model that `config` names, or the one that was saved with its adapter."""
+    """The tokenizer of the model that `config` names, or the one saved with its adapter, with its chat template."""
     has_own = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    return read_tokenizer(str(config.adapter_path) if has_own else config.base, local_files_only)
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_own else config.base, local_files_only)
+    set_template(tokenizer, config.model, config.chat_template)
+    return tokenizer
 
 
-def set_template(tokenizer, config: ModelConfig) -> None:
+def set_template(tokenizer, model: str, chat_template: str | None) -> None:
     """Set the template of `--chat-template`; UserError if there is no template at all."""
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
     if tokenizer.chat_template is None:
         raise UserError(
-            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            f"--model {shown(model)} has no chat template, like most base models: give it one with "
             "--chat-template FILE (Jinja; recipes/base_model.jinja is one), or use an instruction-tuned model"
         )
 
@@ -131,17 +134,6 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
         for i in (min(ids), max(ids)):
             if not 0 <= i < num_ids:
                 raise ValueError(f"{what} {i} is not among the {num_ids} ids that the model has")
-
-
-def read_template(source: str) -> str:
-    """The chat template in a file."""
-    try:
-        template = Path(source).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {shown(source)} cannot be read ({error})") from error
-    if not template.strip():
-        raise UserError(f"--chat-template {shown(source)} is empty")
-    return template
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:

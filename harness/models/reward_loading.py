@@ -17,7 +17,6 @@ from harness.models.pretrained import (
     read_config,
     read_model,
     read_tokenizer,
-    set_template,
     tokenizer_of,
 )
 
@@ -31,7 +30,6 @@ def new_reward_model(config: PolicyConfig) -> RewardModel:
         raise UserError("a reward model trains all of its weights: omit --lora-rank and --load-in, and name no adapter")
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     tokenizer = tokenizer_of(config, is_here)
-    set_template(tokenizer, config)
     options = {"attn_implementation": config.attn_implementation, "num_labels": 1}
     model = _read(config.base, torch.float32, is_here, may_lack=("score.weight",), **options)
     if not hasattr(model, "score"):

@@ -13,7 +13,6 @@ from harness.base.config import PolicyConfig
 from harness.base.files import finite, read_lines
 from harness.base.ranks import on_main
 from harness.base.terminal import printable, progress_bar, say
-from harness.data.task import Task
 from harness.logs.diagnosis import Diagnosis
 from harness.logs.metrics import MetricsLog, progress_line, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
@@ -23,6 +22,7 @@ from harness.models.pretrained import count_parameters
 from harness.run.checkpoints import DIAGNOSIS, METRICS, SAMPLES, TOKENS
 from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
+from harness.task.task import Task
 
 
 class RunLog:
@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, tell: Callable[[str], None]):
         self._directory, self._config, self._task, self._tell = directory.path, config, task, tell
         self._about = directory.machine  # for the summary
-        self._diagnosis = Diagnosis(config, [] if task is None else task.paid)
+        self._diagnosis = Diagnosis(config, [] if task is None else task.scorer.paid)
         for row in directory.history:
             self._diagnosis.check(row)  # already printed
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # of each metric

@@ -21,16 +21,16 @@ from common.trajectory import Trajectory
 from harness.base.config import PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import on_main
-from harness.data.held_out import read_before
-from harness.data.task import Task
 from harness.logs.clock import StepClock, StepTrace
 from harness.logs.statistics import UpdateStatistics
+from harness.logs.summary import read_before
 from harness.processes.data_parallel import DataParallel
 from harness.run.checkpoints import BEFORE, Checkpoints
 from harness.run.directory import RunDirectory
 from harness.run.log import RunLog
 from harness.run.schedule import LearningRate
 from harness.run.stopping import Stopping, StopRequest
+from harness.task.task import Task
 
 
 class Run:
@@ -48,7 +48,7 @@ class Run:
     ):
         self.directory, self.step, self.resumed_at = directory.path, directory.step, directory.step
         self._num_steps = num_steps
-        functions = None if task is None else task.functions
+        functions = None if task is None else task.scorer.functions
         self._trainer_state = None if functions is None else functions.state  # which reward functions see
         request = StopRequest(self.directory)
         self._log = RunLog(directory, config, task, request.tell)

@@ -19,7 +19,8 @@ from harness.base.machine import BATCH_SIZES
 from harness.base.places import current_path
 from harness.base.ranks import is_first_here
 from harness.base.terminal import say
-from harness.data.task import Task, task_of
+from harness.task.task import Task
+from harness.task.task_file import task_of
 
 # The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
@@ -108,8 +109,7 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
     if task is not None:
-        sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
-        sources |= {f"eval_sets {name}": source for name, source in task.eval_sources.items()}
+        sources |= task.sources
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
     return {name: source for name, source in described.items() if source["content"] is not None}
 

@@ -20,8 +20,7 @@ from harness.base.checks import flag
 from harness.base.config import PolicyConfig
 from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
-from harness.data.data import num_steps
-from harness.data.task import Task, TaskError
+from harness.data.order import num_steps
 from harness.processes.processes import connect
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.run import Run
@@ -33,6 +32,8 @@ from harness.run.settings import (
     write_settings,
 )
 from harness.run.watched import watched
+from harness.task.task import Task
+from harness.task.task_file import TaskError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # alone, nothing of it is imported
@@ -98,7 +99,7 @@ def start_run(
     accelerator = connect(config, accelerator)
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from harness.models.estimate import estimate  # not at the top: it imports much
+        from harness.run.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
         raise SystemExit(0)

@@ -13,8 +13,8 @@ from harness.base.checks import parse_target
 from harness.base.config import PolicyConfig
 from harness.base.ranks import EndedElsewhereError, launcher, num_launched, on_main
 from harness.base.terminal import printable, say_above_progress
-from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED
+from harness.task.task import Task
 
 MAX_SKIPPED = 3  # consecutive steps with updates that are not finite before the run ends
 SAME_CTRL_C = 2.0  # signals to several processes within so many seconds count as one
@@ -83,7 +83,7 @@ class Stopping:
         self.is_over = self.is_over or self._is_over_optimised(found)
         self.num_skipped = self.num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self.num_skipped == MAX_SKIPPED:
-            fault = None if self._task is None else self._task.fault  # a reward that is no number is the reason
+            fault = None if self._task is None else self._task.scorer.fault  # a reward that is no number is the reason
             self._error = fault or self._describe_skipped(step)
 
     def ends_after_step(self) -> bool:

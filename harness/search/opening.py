@@ -17,11 +17,11 @@ from harness.base.checks import local_path
 from harness.base.config import shown
 from harness.base.files import flush_to_disk
 from harness.base.terminal import printable, say
-from harness.data.task import Task
 from harness.processes.processes import agreed
 from harness.search.documents import content_hash, read_corpus
 from harness.search.search_config import IndexConfig, SearchConfig, build_command, check_search, corpus_of
 from harness.search.sqlite_index import SqliteIndex, build_sqlite, check_is_index
+from harness.task.task import Task
 
 
 @agreed
@@ -70,7 +70,7 @@ def check_questions(config: SearchConfig, index: Index | None, task: Task) -> No
         missing -= {document.id, document.id.rpartition("#")[0]}
     if not missing:
         return
-    what = f"the documents that the questions in {shown(task.data)} name as supporting"
+    what = f"the documents that the questions in {shown(task.sources['data'])} name as supporting"
     where, example = shown(corpus_of(config)), printable(min(missing), 80)
     if missing == named:
         remedy = "give the --questions that belong to --corpus"

@@ -14,7 +14,7 @@ from common.tools import call_form, json_schema
 
 from harness.base.checks import local_path
 from harness.base.terminal import printable, say
-from harness.data.task import import_file
+from harness.task.task_file import import_file
 from harness.tools.tool_processes import Workers
 
 

@@ -27,18 +27,17 @@ from harness.base.config import Count, LocalPath, OfRun, shown
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.growing_file import grow
-from harness.data.responses import (
+from harness.data.thoughts import answer_of, read_format
+from harness.run.start import run_main
+from harness.task.responses import (
     DEFAULTS,
     Prompt,
     Response,
     ResponseConfig,
     as_messages,
-    batch_size,
     make_responder,
     read_prompts,
 )
-from harness.data.thoughts import answer_of, read_format
-from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(config.threads)
     tags = read_format(config.answer_begins)
     prompts, task = read_prompts(config)
-    if config.keep_right and (task is None or "correct" not in task.weights):
+    if config.keep_right and (task is None or "correct" not in task.scorer.weights):
         raise UserError("--keep-right needs a task with a reward component 'correct': give --task, and not --prompts")
     responder = functools.cache(lambda: make_responder(config, prompts))  # not loaded if nothing is left to do
     outcomes: Counter[str] = Counter()
@@ -74,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         rows, found = [], responder()(batch)
         if config.keep_right:  # slow judging runs in parallel
             asked = [(prompt.row, text) for prompt, some in zip(batch, found, strict=True) for text, _ in some]
-            task.prepare([row for row, _ in asked], [text for _, text in asked])
+            task.file.prepare([row for row, _ in asked], [text for _, text in asked])
         for prompt, responses in zip(batch, found, strict=True):
             answers = (kept(prompt, response) for response in responses)
             answer = next((answer for answer in answers if answer is not None), None)
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append({"index": prompt.index, "messages": messages})
         return rows
 
-    path = grow(config, prompts, batch_size(config), make)
+    path = grow(config, prompts, config.batch_size, make)
     say(f"conversations: {shown(path)}; now kept {outcomes['kept']}, left out {outcomes['left out']}")
 
 

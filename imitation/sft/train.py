@@ -35,10 +35,10 @@ from fast.sharded_weights import gathered_weights
 from harness.base.config import ROOT, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.conversations import batches, load_conversations, read_conversations
 from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.task.conversations import batches, load_conversations, read_conversations
 
 RESOLVED = {"tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
 

@@ -30,11 +30,11 @@ from tasks import arithmetic, countdown
 from harness.base.config import DTYPES, CountOrZero
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.context import check_prompts
-from harness.data.conversations import batches, encode_rows
 from harness.data.data import read_rows
+from harness.models.context import check_prompts
 from harness.models.loading import load_policy, make_policy
 from harness.run.start import run_main, start_run
+from harness.task.conversations import batches, encode_rows
 
 RESOLVED = {"new": {"lr": 1.5e-3}, **sft.RESOLVED}
 LESSONS = {"arithmetic": conversations, "tools": tool_conversations, "countdown": countdown_conversations}
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
         if config.lessons == "countdown":
             renew_symbols(policy, config.seed)
-        rows = encode_rows(config, policy, rows, f"--lessons {config.lessons}")
+        rows = encode_rows(rows, f"--lessons {config.lessons}", policy, config.max_length)
         if config.lessons == "countdown":
             rows = [emphasise(policy.tokenizer, row, EMPHASIS) for row in rows]
         steps = list(batches(config, rows, shuffle=False))

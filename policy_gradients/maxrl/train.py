@@ -34,13 +34,13 @@ from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
-from harness.data.data import load_task, prompts_of_step
-from harness.data.held_out import evaluate_held_out
-from harness.data.task import Task
+from harness.data.order import prompts_of_step
+from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.task.task import Task, load_task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,14 +35,14 @@ from common.preferences import mean_log_probs, preference_metrics
 
 from harness.base.config import AskedConfig, Count, InputPath, NotNegative, Positive
 from harness.cli.parse import parse_config
-from harness.data.data import load_held_out_task, prompts_of_step
-from harness.data.held_out import evaluate_held_out
-from harness.data.pairs import PAIRS, Pair, add_reference, load_pairs, read_pairs
-from harness.data.task import Task
+from harness.data.order import prompts_of_step
+from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.task.pairs import PAIRS, Pair, add_reference, load_pairs, read_pairs
+from harness.task.task import Task, load_held_out_task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,9 @@ from harness.base.config import Count, LocalPath, Seed, shown
 from harness.base.files import replace_file
 from harness.base.terminal import say
 from harness.cli.parse import parse_plain
-from harness.data.responses import as_messages, conversation_of, place_of, read_responses
 from harness.data.rows import Row
 from harness.run.start import run_main
+from harness.task.responses import as_messages, conversation_of, place_of, read_responses
 
 SIDES = ("chosen", "rejected")
 

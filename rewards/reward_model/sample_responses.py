@@ -22,18 +22,10 @@ from harness.base.config import shown
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.growing_file import grow
-from harness.data.responses import (
-    DEFAULTS,
-    Prompt,
-    batch_size,
-    make_responder,
-    read_prompts,
-)
-from harness.data.responses import (
-    ResponseConfig as Config,
-)
-from harness.data.task import Task
 from harness.run.start import run_main
+from harness.task.responses import DEFAULTS, Prompt, make_responder, read_prompts
+from harness.task.responses import ResponseConfig as Config
+from harness.task.task import Task
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         answers = responder()(batch)
         if task is not None:  # slow judging runs in parallel
             asked = [(prompt.row, text) for prompt, some in zip(batch, answers, strict=True) for text, _ in some]
-            task.prepare([row for row, _ in asked], [text for _, text in asked])
+            task.file.prepare([row for row, _ in asked], [text for _, text in asked])
         rows = []
         for prompt, responses in zip(batch, answers, strict=True):
             kept = {"conversation": prompt.row["conversation"]} if "conversation" in prompt.row else {}
@@ -54,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append({"index": prompt.index, "prompt": prompt.shown, **kept, "responses": found})
         return rows
 
-    path = grow(config, prompts, batch_size(config), make)
+    path = grow(config, prompts, config.batch_size, make)
     say(f"responses: {shown(path)}")
 
 

@@ -22,11 +22,11 @@ from common.errors import UserError
 from harness.base.config import Count, InputPath, LocalPath, ModelConfig, NotNegative, OfJudge, OfRun, shown
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.answer_judge import Judge, load_judge
 from harness.data.growing_file import grow
-from harness.data.responses import as_messages, read_responses
 from harness.data.rows import Row
 from harness.run.start import run_main
+from harness.task.answer_judge import Judge, load_judge
+from harness.task.responses import as_messages, read_responses
 
 
 @dataclass(frozen=True, kw_only=True)

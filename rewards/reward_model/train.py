@@ -35,11 +35,11 @@ from fast.sharded_weights import gathered_weights
 from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, NotNegative, Positive
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.data import prompts_of_step
-from harness.data.pairs import PAIRS, Pair, load_pairs, read_pairs
+from harness.data.order import prompts_of_step
 from harness.models.reward_loading import new_reward_model
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.task.pairs import PAIRS, Pair, load_pairs, read_pairs
 
 RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "micro_batch_size": 2}}
 

@@ -33,15 +33,15 @@ from common.policy import Policy
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
 from harness.cli.parse import parse_config
-from harness.data.data import load_task, prompts_of_step
-from harness.data.held_out import evaluate_held_out
-from harness.data.task import Task
+from harness.data.order import prompts_of_step
 from harness.engines.engine import Engine, Sampling
-from harness.engines.for_run import EngineConfig, compare_with_engine, start_engine
+from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
+from harness.run.start_engine import EngineConfig, compare_with_engine, start_engine
+from harness.task.task import Task, load_task
 
 
 @dataclass(frozen=True, kw_only=True)

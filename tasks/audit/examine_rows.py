@@ -15,12 +15,16 @@ from tasks.verdicts.answer_text import is_balanced
 
 from harness.base.config import RunConfig, shown
 from harness.base.hub import must_be_cached
-from harness.data.context import context_of
-from harness.data.data import filter_rows, find_sources, scan_rows
-from harness.data.row_checks import empty_golds, hold_out, normalise, shared_questions, solution_fault, tell_unpaid
-from harness.data.rows import FieldsError
-from harness.data.task import Row, Task, import_task, suggest_task
-from harness.models.pretrained import read_config, set_template, tokenizer_of
+from harness.data.data import scan_rows
+from harness.data.order import hold_out
+from harness.data.rows import FieldsError, Row
+from harness.models.context import context_of
+from harness.models.pretrained import read_config, tokenizer_of
+from harness.task.questions import filter_rows, find_sources
+from harness.task.row_checks import empty_golds, normalise, shared_questions, solution_fault, suggest_task, tell_unpaid
+from harness.task.scorer import Scorer
+from harness.task.task import load_scorer
+from harness.task.task_file import TaskFile
 
 FINDINGS = {  # of a file: the title shown, and whether it is a problem
     "unusable": ("rows that cannot be used", True),
@@ -57,26 +61,26 @@ Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and the tex
 
 def examine(config: RunConfig, max_new_tokens: int) -> dict:
     """Audit the data of a task; the report can be written as JSON."""
-    task = import_task(config)
+    scorer = load_scorer(config)
+    file = scorer.file
     prompt = config.system_prompt
     if prompt is None:
-        prompt = "" if config.kind == "tiny" else task.system_prompt
+        prompt = "" if config.kind == "tiny" else file.system_prompt
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     tokenizer = tokenizer_of(config, is_here)
-    set_template(tokenizer, config)
     context = context_of(read_config(config.base, is_here))
     room = context - max_new_tokens
-    source, eval_source = find_sources(config, task)
+    source, eval_source = find_sources(file, config.data, config.eval_data)
     sources = {"training": source} | ({"evaluation": eval_source} if eval_source is not None else {})
     findings, lengths, num_rows, kept = [], [], {}, {}
     for of, name in sources.items():
-        rows, unusable = _read(task, config, name)
+        rows, unusable = _read(file, name)
         num_rows[of] = len(rows)
-        rows = kept[of] = filter_rows(rows, config, task, name)
-        tell_unpaid(task, rows, config.task)
-        prompts = [len(encode_prompt(tokenizer, task.messages(row, prompt))) for row in rows]
+        rows = kept[of] = filter_rows(rows, name, file, config.at_most, config.max_question_length)
+        tell_unpaid(file, rows)
+        prompts = [len(encode_prompt(tokenizer, file.messages(row, prompt))) for row in rows]
         found = defaultdict(list, unusable=unusable)
-        for kind, row, text in (*_gold_faults(task, rows), *_repeated(task, rows), *_suspicious(task, rows)):
+        for kind, row, text in (*_gold_faults(scorer, rows), *_repeated(file, rows), *_suspicious(file, rows)):
             found[kind].append((row.place, text))
         for length, row in zip(prompts, rows, strict=True):
             if length > room:
@@ -134,21 +138,21 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
     ]
 
 
-def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
+def _read(file: TaskFile, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
     """The rows that can be read and asked, and the places and problems of the other rows."""
     usable, unusable, first = [], [], None
-    for row in scan_rows(source, task.fields, not task.is_bundled):
+    for row in scan_rows(source, file.fields, not file.is_bundled):
         try:
             if isinstance(row, UserError):
                 raise row
-            row.question = task.question(row)
+            row.question = file.question(row)
             usable.append(row)
         except UserError as error:
             first = first or error
             place, _, problem = str(error).partition(": ")
             unusable.append((row.place, _problem(error, row)) if isinstance(row, Row) else (place, problem))
     if not usable:
-        hint = suggest_task(first.row, config.task) if isinstance(first, FieldsError) else ""
+        hint = suggest_task(first.row, file) if isinstance(first, FieldsError) else ""
         reason = f"can be used: {first}{hint}" if first else "is there"
         raise UserError(f"no row of {shown(source)} {reason}")
     return usable, unusable
@@ -158,19 +162,20 @@ def _problem(error: UserError, row: Row) -> str:
     return str(error).partition(f"{row.place} ")[2] or str(error)
 
 
-def _gold_faults(task: Task, rows: list[Row]) -> Found:
+def _gold_faults(scorer: Scorer, rows: list[Row]) -> Found:
     """Rows without a gold answer, and rows with a solution that is not rewarded as right, or is not one answer."""
+    file = scorer.file
     for start in range(0, len(rows), CHUNK):
-        solutions = [(row, _solution(task, row)) for row in rows[start : start + CHUNK]]
-        _prepare(task, [(row, found) for row, found in solutions if isinstance(found, str)])
+        solutions = [(row, _solution(file, row)) for row in rows[start : start + CHUNK]]
+        _prepare(file, [(row, found) for row, found in solutions if isinstance(found, str)])
         for row, found in solutions:
             try:
                 if isinstance(found, UserError):
                     raise found
-                fault = None if found is None else solution_fault(task, row, found)
+                fault = None if found is None else solution_fault(scorer, row, found)
             except UserError as error:
                 fault = _problem(error, row)
-            if empty_golds(task, row):
+            if empty_golds(file, row):
                 yield "empty_golds", row, row.question
             elif fault is not None:
                 yield "refused_golds", row, fault
@@ -178,20 +183,20 @@ def _gold_faults(task: Task, rows: list[Row]) -> Found:
                 yield "ill_formed_golds", row, f"{fault}: {given(found)}"
 
 
-def _prepare(task: Task, cases: list[tuple[Row, str]]) -> None:
+def _prepare(file: TaskFile, cases: list[tuple[Row, str]]) -> None:
     """Let the task judge completions together."""
-    task.prepare([row for row, _ in cases], [text for _, text in cases])
+    file.prepare([row for row, _ in cases], [text for _, text in cases])
 
 
-def _solution(task: Task, row: Row) -> str | UserError | None:
+def _solution(file: TaskFile, row: Row) -> str | UserError | None:
     """The solution of a row, or the problem with it; None: the task has no solutions."""
     try:
-        return task.solution(row)
+        return file.solution(row)
     except UserError as error:
         return error
 
 
-def _repeated(task: Task, rows: list[Row]) -> Found:
+def _repeated(file: TaskFile, rows: list[Row]) -> Found:
     """Questions that repeat an earlier one, with the same or another gold answer, or share a run of words with one.
 
     Two gold answers are the same if the reward accepts one of them for the row of the other.
@@ -201,11 +206,11 @@ def _repeated(task: Task, rows: list[Row]) -> Found:
         before = first.setdefault(normalise(row.question), row)
         if before is row:
             continue
-        text, other = task.solution(row), task.solution(before)
+        text, other = file.solution(row), file.solution(before)
         if text is None:
             is_same = row.get("answer") == before.get("answer")
         else:
-            is_same = text == other or task.reward(before, text).get("correct") == 1
+            is_same = text == other or file.reward(before, text).get("correct") == 1
         if is_same:
             yield "repeated", row, f"as {before.place}: {row.question}"
         else:
@@ -256,7 +261,7 @@ def _runs(question: str) -> list[str]:
     return [" ".join(words[start : start + RUN]) for start in range(len(words) - RUN + 1)]
 
 
-def _suspicious(task: Task, rows: list[Row]) -> Found:
+def _suspicious(file: TaskFile, rows: list[Row]) -> Found:
     r"""Characters that are not text, answers that could be copied from the question, wrong calculations.
 
     For example, if the reward accepts a `\boxed{}` in a question, it is the solution of an earlier part.
@@ -264,17 +269,17 @@ def _suspicious(task: Task, rows: list[Row]) -> Found:
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
         tried = [(row, box, f"<answer>{box}</answer>") for row in chunk for box in boxes(row.question)[:MOST_BOXES]]
-        _prepare(task, [(row, text) for row, _, text in tried])
+        _prepare(file, [(row, text) for row, _, text in tried])
         accepted = {}
         for row, box, text in tried:
-            if id(row) not in accepted and task.reward(row, text).get("correct") == 1:
+            if id(row) not in accepted and file.reward(row, text).get("correct") == 1:
                 accepted[id(row)] = box
         for row in chunk:
             if codes := sorted({f"U+{ord(sign):04X}" for text in _texts(row) for sign in text if _is_no_text(sign)}):
                 yield "control_characters", row, f"{' '.join(codes)}: {row.question}"
             if id(row) in accepted:
                 yield "boxed_in_question", row, f"{accepted[id(row)]}: ...{row.question[-200:]}"
-            solution, answer = _solution(task, row), row.get("answer")
+            solution, answer = _solution(file, row), row.get("answer")
             gold = given(solution) if isinstance(solution, str) else ""
             if gold and holds(row.question, gold):
                 yield "answer_in_question", row, f"{gold}: {row.question}"

@@ -11,7 +11,7 @@ from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
 
-from harness.engines.for_run import compare_with_engine
+from harness.run.start_engine import compare_with_engine
 
 pytestmark = pytest.mark.all_questions
 

@@ -15,8 +15,7 @@ from common.experience import collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
 
-from harness.engines.teacher_server import TeacherServer
-from harness.models.teachers import TeacherConfig
+from harness.teachers.teacher_server import TeacherServer
 
 SHORT = "--steps 3 --prompts-per-step 2 --group-size 2 --max-new-tokens 24 --eval-prompts 3 --device cpu --eval-every 0"
 
@@ -28,7 +27,7 @@ def rows_of(policy):
 
 def test_the_log_probs_of_a_server_are_the_models(engine_url, policy):
     experience = rows_of(policy)
-    found = TeacherServer(TeacherConfig(teacher_url=engine_url), policy)(experience)
+    found = TeacherServer(engine_url, policy)(experience)
     torch.testing.assert_close(found, token_log_probs(policy, experience, 4), atol=1e-4, rtol=0)
     assert found.min() < -0.1
 
@@ -36,7 +35,7 @@ def test_the_log_probs_of_a_server_are_the_models(engine_url, policy):
 def test_a_server_knows_only_temperature_1(engine_url, policy):
     policy.temperature = 0.7
     with pytest.raises(UserError, match=r"--temperature 0\.7: a server computes the log-probs of a prompt at"):
-        TeacherServer(TeacherConfig(teacher_url=engine_url), policy)
+        TeacherServer(engine_url, policy)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def spoil(found: list) -> None:
 ])  # fmt: skip
 def test_a_wrong_answer_is_refused(stand_in, policy, damage, message):
     server = stand_in()
-    teacher = TeacherServer(TeacherConfig(teacher_url=server.url), policy)
+    teacher = TeacherServer(server.url, policy)
     server.damage = lambda choices: damage(choices[0]["prompt_logprobs"])
     with pytest.raises(EngineError, match=message):
         teacher(rows_of(policy))
@@ -104,14 +103,14 @@ def test_a_server_with_another_template_is_refused(stand_in, policy, monkeypatch
     template = server.engine.tokenizer.chat_template.replace("<|im_start|>user", "<|im_start|>tool")
     monkeypatch.setattr(server.engine.tokenizer, "chat_template", template)
     with pytest.raises(UserError, match="has another chat template than --model"):
-        TeacherServer(TeacherConfig(teacher_url=server.url), policy)
+        TeacherServer(server.url, policy)
 
 
 def test_a_program_that_is_no_teacher_is_refused(stand_in, policy):
     server = stand_in()
     server.fault("invalid_json", path="/tokenize")
     with pytest.raises(EngineError, match=r"the teacher at .* has answered POST /tokenize with something other than"):
-        TeacherServer(TeacherConfig(teacher_url=server.url), policy)
+        TeacherServer(server.url, policy)
 
 
 # Teachers on this machine ---------------------------------------------------------------------------------------------

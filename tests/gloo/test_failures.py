@@ -141,7 +141,8 @@ def last_step(directory: Path) -> int:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """The working directory of launches, with a task whose rewards fail when FAULT says so."""
-    from harness.data.data import prompts_of_step, read_rows
+    from harness.data.data import read_rows
+    from harness.data.order import prompts_of_step
 
     place = tmp_path_factory.mktemp("place")
     rows = read_rows(str(ROOT / "data" / "math_tasks.jsonl"), {})

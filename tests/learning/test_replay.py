@@ -23,7 +23,7 @@ from common.keyed import keyed_generator
 
 from harness.base.config import BUNDLED
 from harness.base.places import in_experiments
-from harness.data.data import prompts_of_step
+from harness.data.order import prompts_of_step
 
 pytestmark = pytest.mark.slow
 

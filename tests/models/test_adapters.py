@@ -24,7 +24,7 @@ from harness.cli.parse import parse_config
 from harness.models.adapters import add_adapter
 from harness.models.loading import load_policy, make_reference
 from harness.models.pretrained import count_parameters
-from harness.models.teachers import load_teacher
+from harness.teachers.teachers import load_teacher
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (
@@ -123,7 +123,7 @@ def test_what_was_decided_for_a_policy_holds_for_what_is_made_of_it(kind):
 
 
 def test_a_teacher_is_padded_with_no_pack_too(load_script, monkeypatch):
-    monkeypatch.setattr("harness.models.teachers.check_context", lambda *_: None)
+    monkeypatch.setattr("harness.teachers.teachers.check_context", lambda *_: None)
     config_class = load_script("imitation/distill/train.py").Config
     for pack, expected in ((True, "sdpa"), (False, None)):
         config = config_class(pack=pack, device="cpu", dtype="float32", attn_implementation="sdpa", micro_batch_size=4)

@@ -32,7 +32,9 @@ from fast.matmul import use_fast_products
 from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY
-from harness.data.task import Task
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import TaskFile
 from harness.tools.tool_files import check_turns
 
 CONTEXT = 512
@@ -258,7 +260,7 @@ def train(load_script):
 @pytest.fixture(scope="module")
 def converse(train):
     """Converse with a policy about the questions, with settings from the command line."""
-    task = Task(calculator_task, "calculator", more_weights=CALL_WEIGHTS)
+    task = Task(Scorer(TaskFile(calculator_task, "calculator"), more_weights=CALL_WEIGHTS))
     task.tools = schemas(TOOLS)
 
     def converse(policy, prompt_index=(0, 1), group_size=GROUP_SIZE, key=(0, 1), **settings) -> list[Trajectory]:

@@ -16,10 +16,10 @@ from viewer.results import read_json
 
 from harness.base.config import TINY_POLICY
 from harness.cli.parse import parse_config
-from harness.models import estimate as estimating
-from harness.models.estimate import Shape, estimate, memory_of, savings
 from harness.models.loading import load_policy
 from harness.models.pretrained import count_parameters
+from harness.run import estimate as estimating
+from harness.run.estimate import Shape, estimate, memory_of, savings
 
 SMALL = ("--device", "cpu", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24")
 LORA = ("--lora-rank", "3")

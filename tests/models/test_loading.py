@@ -33,11 +33,12 @@ from common.errors import UserError
 from common.policy import Policy
 from common.sampling import sample
 
-import harness.data.context
+import harness.models.context
 from harness.base.config import TINY_POLICY, PolicyConfig
-from harness.data.context import LONGEST, check_context, check_prompts, context_length
 from harness.data.rows import Row, placed
+from harness.models.context import LONGEST, check_prompts, context_length
 from harness.models.loading import load_policy, make_reference
+from harness.task.fitting import check_context
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -286,7 +287,7 @@ def test_only_the_longest_prompts_are_encoded(monkeypatch):
         encoded.append(arguments)
         return encode_prompt(*arguments)
 
-    monkeypatch.setattr(harness.data.context, "encode_prompt", encode_and_count)
+    monkeypatch.setattr(harness.models.context, "encode_prompt", encode_and_count)
     policy = make_policy(AutoTokenizer.from_pretrained(TINY_POLICY), max_position_embeddings=300)
     rows = placed_rows(["a" * 10] * 1000 + ["a" * 150] + ["a" * 10] * 1000)
     check_prompts(policy, rows, ask, max_new_tokens=100)

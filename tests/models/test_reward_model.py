@@ -28,9 +28,9 @@ from common.loss import bradley_terry_loss
 from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import TINY_POLICY, PolicyConfig
-from harness.data.answer_judge import Judge, load_judge
 from harness.models.loading import load_policy
 from harness.models.reward_loading import load_reward_model, new_reward_model
+from harness.task.answer_judge import Judge, load_judge
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {

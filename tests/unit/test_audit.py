@@ -12,8 +12,8 @@ from tasks.audit.__main__ import main
 from viewer.results import read_json
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
-from harness.data.row_checks import normalise
+from harness.task.row_checks import normalise
+from harness.task.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"

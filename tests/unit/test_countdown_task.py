@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from tasks import countdown
 
-from harness.data.row_checks import try_solutions
-from harness.data.task import Row, Task
+from harness.data.rows import Row
+from harness.task.row_checks import try_solutions
+from harness.task.scorer import Scorer
+from harness.task.task_file import TaskFile
 
 ROW = {"nums": [3, 5], "target": 15}
 
@@ -209,7 +211,7 @@ def test_a_row_that_nobody_can_solve_is_refused(nums, target, reason):
     row = Row({"nums": nums, "target": target})
     row.place = "rows.jsonl:7"
     with pytest.raises(UserError, match=r"rows\.jsonl:7: .*no completion can be right"):
-        try_solutions(Task(countdown, "countdown"), [row], "countdown")
+        try_solutions(Scorer(TaskFile(countdown, "countdown")), [row])
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0
     assert countdown.messages(row)[0]["content"].startswith("Make ")
@@ -222,7 +224,7 @@ def test_rows_may_hold_numbers_as_text():
 
 
 def test_weights_of_the_command_line_reach_the_total():
-    task = Task(countdown, "countdown", ("correct=0.9", "answered=0.1"))
+    task = Scorer(TaskFile(countdown, "countdown"), ("correct=0.9", "answered=0.1"))
     texts = ("<answer>3*5</answer>", "<answer>3</answer>", "3*5")
     totals = [task.total_reward(task.reward(ROW, text)) for text in texts]
     assert totals == pytest.approx([1, 0.1, 0])

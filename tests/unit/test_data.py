@@ -12,12 +12,15 @@ from tasks.arithmetic import FIELDS as REQUIRED
 from harness.base.checks import parse_sources
 from harness.base.config import RunConfig
 from harness.base.hub import _load
-from harness.data.data import load_task, prompts_of_step, read_rows
-from harness.data.held_out import evaluate_held_out
-from harness.data.task import import_task
-from harness.evaluation.suite import SUITES, Benchmark
+from harness.data.benchmarks import SUITES, Benchmark
+from harness.data.data import read_rows
+from harness.data.order import prompts_of_step
+from harness.evaluation.held_out import evaluate_held_out
 from harness.models.loading import load_policy
 from harness.run.settings import check_sources, describe_sources
+from harness.task.scorer import Scorer
+from harness.task.task import Task, load_task
+from harness.task.task_file import task_of
 
 pytestmark = pytest.mark.all_questions
 
@@ -225,8 +228,7 @@ def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
     path = write(*map(row, range(5)), name="train.jsonl")
 
     def sources(eval_data: str | None) -> dict:
-        task = import_task(RunConfig())
-        task.data, task.held_out_data = path, eval_data
+        task = Task(Scorer(task_of("arithmetic")), sources={"data": path, "eval_data": eval_data})
         return describe_sources(RunConfig(), task)
 
     without, test = sources(None), write(row(9), name="test.jsonl")
@@ -320,7 +322,7 @@ def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
     (tmp_path / "tasks" / "mine.py").write_text(
         "from tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
     )
-    task = import_task(RunConfig(task="tasks/mine.py"))
+    task = task_of("tasks/mine.py")
     assert task.train_data == "owner/name:main"
     assert task.eval_data == str(tmp_path / "tasks" / "data" / "rows.jsonl")
 

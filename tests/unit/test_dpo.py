@@ -22,10 +22,10 @@ from common.preferences import preference_metrics
 from viewer.curve import _panels_of_pairs
 from viewer.report import count_rows_per_step, write_report
 
-from harness.data.pairs import Pair, add_reference, load_pairs, read_pairs
 from harness.logs.statistics import RowUpdate, UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
 from harness.models.reward_loading import new_reward_model
+from harness.task.pairs import Pair, add_reference, load_pairs, read_pairs
 
 PAIRS = [
     {"prompt": f"What is {a} + {b}?", "chosen": f"<think>{a}+{b}={a + b}</think><answer>{a + b}</answer>"}

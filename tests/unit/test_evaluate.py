@@ -18,11 +18,11 @@ from common.trajectory import Trajectory
 from tasks import arithmetic
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
-from harness.data.held_out import evaluate_held_out
+from harness.evaluation.held_out import evaluate_held_out
 from harness.logs.summary import divide_gain, summarise_gain
 from harness.models.loading import load_policy
 from harness.run.start import start_run
+from harness.task.task import load_task
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -254,7 +254,8 @@ def gain(style: str) -> tuple[Evaluation, Evaluation]:
 
 def test_the_summary_does_not_confuse_before_and_after():
     before, after = gain("a")
-    found = summarise_gain(SimpleNamespace(eval_rows=[{}], kind=lambda row: ()), before, after)
+    task = SimpleNamespace(eval_rows=[{}], file=SimpleNamespace(kind=lambda row: ()))
+    found = summarise_gain(task, before, after)
     assert (found["before"], found["after"]) == (before.metrics, after.metrics)
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
 

@@ -18,9 +18,7 @@ from common.trajectory import Trajectory
 from viewer.table import wilson
 
 import harness.evaluation.figures
-from harness.data.data import load_task
-from harness.data.held_out import evaluate_held_out
-from harness.data.task import Row
+from harness.data.rows import Row
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, make_batches
 from harness.evaluation.failures import failures
@@ -33,9 +31,11 @@ from harness.evaluation.figures import (
     majority,
     mean_with_interval,
 )
+from harness.evaluation.held_out import evaluate_held_out
 from harness.evaluation.session import begin, evaluate, load_questions, locked
 from harness.evaluation.suite import parts
 from harness.models.loading import load_policy
+from harness.task.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
@@ -399,7 +399,7 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     hostile = "\x1b]0;title\x07 <answer>\u202e1</answer>\r\n" + "x" * 9000
     row = Row({"question": "What\x1b[31m is 1+1?", "answer": "2\x07"})
     row.question, row.place = row["question"], "rows\x1b.jsonl:1"
-    task = SimpleNamespace(eval_rows=[row, row, row], right_answer=lambda row: row["answer"])
+    task = SimpleNamespace(eval_rows=[row] * 3, file=SimpleNamespace(right_answer=lambda row: row["answer"]))
     greedy = [Answer(0.5, "\x1b1", 9, False, {}), Answer(1.0, "2", 9, False, {}), Answer(0.0, None, 9, True, {})]
     page = failures(task, Answers(greedy, [hostile, "", ""], [[greedy[1], greedy[0]], [], []]))
     assert all(character.isprintable() or character == "\n" for character in page)

@@ -15,9 +15,11 @@ from common.errors import UserError
 from tasks import arithmetic, gsm8k, qa
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
-from harness.data.row_checks import try_solutions
-from harness.data.task import Row, Task
+from harness.data.rows import Row
+from harness.task.row_checks import try_solutions
+from harness.task.scorer import Scorer
+from harness.task.task import load_task
+from harness.task.task_file import TaskFile
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
 RAW = "She sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
@@ -79,7 +81,7 @@ def test_a_row_whose_gold_is_no_number_is_refused(answer):
     row = Row({"question": "", "answer": answer})
     row.place = "rows.jsonl:7"
     with pytest.raises(UserError, match=r"^rows\.jsonl:7: .*no completion can be right"):
-        try_solutions(Task(gsm8k, "gsm8k"), [row], "gsm8k")
+        try_solutions(Scorer(TaskFile(gsm8k, "gsm8k")), [row])
     for text in ("", "<answer></answer>", "<answer>72</answer>", "<answer>nan</answer>", f"<answer>{answer}</answer>"):
         assert gsm8k.reward(row, text)["correct"] == 0
 

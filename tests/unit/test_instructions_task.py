@@ -25,11 +25,13 @@ from tasks import instructions
 from tasks.verdicts.instruction_kinds import KINDS, check, count_sentences, language_of
 from viewer.table import wilson
 
-from harness.data.row_checks import try_solutions
-from harness.data.task import Row, Task
+from harness.data.rows import Row
 from harness.evaluation.figures import mean_with_interval, shares
 from harness.evaluation.session import load_questions
 from harness.evaluation.suite import parts
+from harness.task.row_checks import try_solutions
+from harness.task.scorer import Scorer
+from harness.task.task_file import TaskFile
 
 LIMITS = ("punctuation:no_comma", "keywords:forbidden_words")
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +211,7 @@ def test_published_rows_can_be_used():
         limits = [one for one in instructions.instructions(row) if one[0] in LIMITS or "less than" in one[1].values()]
         impossible += [row["key"]] if repeated and not all(check(*limit, repeated[0]) for limit in limits) else []
     assert impossible == [1627, 3369, 3371, 3718, 374]  # the request to repeat breaks another instruction
-    try_solutions(Task(instructions, "instructions"), rows, "instructions")
+    try_solutions(Scorer(TaskFile(instructions, "instructions")), rows)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ NAMES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose
 
 
 def shares_of(rows: list[dict], texts: list[str]) -> dict[str, dict]:
-    return shares(list(map(Task(instructions, "instructions").tally, rows, texts)))
+    return shares(list(map(TaskFile(instructions, "instructions").tally, rows, texts)))
 
 
 def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():

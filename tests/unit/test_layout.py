@@ -1,5 +1,6 @@
 """The root is a table of contents: where experiments are listed, and that nothing names a place that is gone."""
 
+import ast
 import itertools
 import os
 import re
@@ -24,6 +25,10 @@ OLD = {
     "tests/data/run_of_experiment_rloo.json",
     "tests/resume/test_resume.py",
 }
+# Folders of the harness, from low to high: each imports only those of earlier lines
+LAYERS = ("base", "processes", "data", "models", "engines", "task", "logs", "run")
+LAYERS += ("cli evaluation exporting search teachers tools",)
+LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders.split()}
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,19 @@ def test_the_reading_order_has_every_file_of_common():
     page = (ROOT / "docs" / "reading_order.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[\w+\.py\]\(\.\./common/(\w+)\.py\) \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(path.stem for path in ROOT.glob("common/*.py") if path.stem != "__init__")
+
+
+def test_a_folder_of_the_harness_imports_only_lower_ones():
+    """Also within functions, and for types."""
+    found, read = set(), 0
+    for path in (ROOT / "harness").glob("*/*.py"):
+        read += 1
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
+            for folder in {name.split(".")[1] for name in names if name.startswith("harness.")} - {path.parent.name}:
+                if LEVELS[folder] >= LEVELS[path.parent.name]:
+                    module = getattr(node, "module", None) or node.names[0].name
+                    found.add(f"{path.relative_to(ROOT)}: {module}")
+    assert found == set()
+    assert read > 80

@@ -69,7 +69,7 @@ SEARCHES = [  # with the texts of the verdicts, which have larger weights
 @pytest.fixture
 def rows(make, policy) -> list[WeightedRow]:
     """The searches as rows with weights."""
-    encoded = make.encode_rows(make.Config(), policy, [row for row, _ in SEARCHES], "")
+    encoded = make.encode_rows([row for row, _ in SEARCHES], "", policy, make.Config().max_length)
     return [emphasise(policy.tokenizer, row, EMPHASIS) for row in encoded]
 
 

@@ -12,7 +12,7 @@ from tasks.verdicts import judge as judge_module
 from tasks.verdicts.judge import Judge, has_library
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
+from harness.task.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT.parent / "shared" / "data" / "math_benchmarks"

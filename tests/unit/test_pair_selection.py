@@ -9,8 +9,8 @@ from run_files import ROOT, read_lines, write_rows
 from common.errors import UserError
 
 from harness.data.data import read_rows
-from harness.data.pairs import FIELDS, HELD_OUT, PAIRS, _read_pair
-from harness.data.task import task_of
+from harness.task.pairs import FIELDS, HELD_OUT, PAIRS, _read_pair
+from harness.task.task_file import task_of
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from common.errors import UserError
 from common.preferences import preference_metrics
 
-from harness.data.pairs import load_pairs, read_pairs, read_rows
+from harness.task.pairs import load_pairs, read_pairs, read_rows
 
 ROW = {"prompt": "What is 1 + 2?", "chosen": "<answer>3</answer>", "rejected": "<answer>4</answer>"}
 
@@ -207,7 +207,7 @@ def test_the_bundled_pairs_are_about_other_questions_than_the_held_out_ones(load
     train = load_script("rewards/reward_model/train.py")
     from tasks.arithmetic import EVAL_DATA
 
-    from harness.data import pairs
+    from harness.task import pairs
 
     rows, held_out = (read_rows(str(path), pairs.FIELDS) for path in (pairs.PAIRS, pairs.HELD_OUT))
     questions = {row["question"] for row in read_rows(str(EVAL_DATA), {"question": str})}

@@ -12,11 +12,11 @@ from common.errors import UserError
 from common.trajectory import Trajectory
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
-from harness.data.reward_functions import RewardFunctions
 from harness.data.rows import Row, placed
-from harness.data.task import Task, TaskError
 from harness.logs.statistics import rollout_metrics
+from harness.task.reward_functions import RewardFunctions
+from harness.task.task import Task, load_task
+from harness.task.task_file import TaskError
 
 # Two questions, three completions each; the first and the third are equal, and only the second row has a bonus
 FOUR, SEVEN = {"question": "What is 2+2?", "answer": "4"}, {"question": "What is 3+4?", "answer": "7", "bonus": 0.5}
@@ -240,7 +240,7 @@ def test_returned_values_are_logged_at_their_position(load, capsys):
     metrics = rollout_metrics(completions, torch.zeros(2, 3))
     assert (metrics["reward/first"], metrics["reward_std/first"]) == (0.5, 0.5)
     assert (metrics["reward/rare"], metrics["reward_std/told"]) == (pytest.approx(5 / 3), 0.0)
-    assert (metrics["logged/texts"], task.paid) == (3, ["rare"])
+    assert (metrics["logged/texts"], task.scorer.paid) == (3, ["rare"])
 
 
 def test_a_column_of_some_rows_is_given_in_every_batch(load):

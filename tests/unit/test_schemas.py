@@ -13,10 +13,13 @@ import pytest
 from common.errors import UserError
 
 from harness.base.config import RunConfig
-from harness.data.data import find_test_data, load_rows, load_task, read_rows
+from harness.data.data import find_test_data, read_rows
 from harness.data.rows import Row
 from harness.data.schemas import SCHEMAS, read_as
-from harness.data.task import suggest_task, task_of
+from harness.task.questions import load_rows
+from harness.task.row_checks import suggest_task
+from harness.task.task import load_task
+from harness.task.task_file import task_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TURNS = (str, list)
@@ -206,8 +209,8 @@ def test_a_table_has_numbers_and_lists_where_a_task_wants_them(tmp_path):
     (tmp_path / "rows.csv").write_text('nums,target,size\n"[1, 2]",3,2\n"[3, 4]",7,007\n')
     rows = read_rows(str(tmp_path / "rows.csv"), {"nums": list, "target": (int, float, str), "size": (str, int)})
     assert [list(row.values()) for row in rows] == [[[1, 2], "3", "2"], [[3, 4], "7", "007"]]
-    task, config = task_of("countdown"), RunConfig(task="countdown", at_most=("size=3",))
-    assert [row["nums"] for row in load_rows(str(tmp_path / "rows.csv"), config, task)] == [[1, 2]]
+    found = load_rows(str(tmp_path / "rows.csv"), task_of("countdown"), ("size=3",), None)
+    assert [row["nums"] for row in found] == [[1, 2]]
     (tmp_path / "rows.csv").write_text("x\n5\n1,5\n".replace(",", "."))
     with pytest.raises(UserError, match=r'rows.csv:3: the field \'x\' cannot be "1.5", but a whole number'):
         read_rows(str(tmp_path / "rows.csv"), {"x": int})
@@ -222,7 +225,7 @@ def test_dates_and_missing_values_of_arrow(tmp_path):
         pa.Table.from_pylist([row | {"on": date(2024, 1, 2)} for row in rows]), tmp_path / "m.parquet"
     )
     task = load_task(RunConfig(task="math", data=str(tmp_path / "m.parquet"), eval_data=str(tmp_path / "m.parquet")))
-    assert [task.right_answer(row) for row in task.train_rows] == ["4", "5"]
+    assert [task.file.right_answer(row) for row in task.train_rows] == ["4", "5"]
     with pytest.raises(UserError, match=r"m.parquet, row 1: the field 'on' cannot be \"2024-01-02\", but text"):
         read_rows(str(tmp_path / "m.parquet"), {"on": str})
 
@@ -249,7 +252,7 @@ MATH = {"prompt": [USER | {"content": r"What is $1/2+1/4$? Put your answer withi
     ({"question": "Who?", "answer": ["Jarce", "J."]}, "arithmetic", "; .* belong to --task qa$"),
 ])  # fmt: skip
 def test_only_tasks_that_can_judge_a_row_are_named(row, name, hint):
-    assert re.search(hint, suggest_task(Row(row), name))
+    assert re.search(hint, suggest_task(Row(row), task_of(name)))
 
 
 @pytest.mark.parametrize(("row", "name", "sentence"), [
@@ -261,5 +264,5 @@ def test_only_tasks_that_can_judge_a_row_are_named(row, name, hint):
 ])  # fmt: skip
 def test_a_form_that_is_asked_for_and_not_paid_for_is_said(tmp_path, capsys, row, name, sentence):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    load_rows(str(tmp_path / "rows.jsonl"), RunConfig(task=name), task_of(name))
+    load_rows(str(tmp_path / "rows.jsonl"), task_of(name), (), None)
     assert re.search(sentence, capsys.readouterr().err)

@@ -16,8 +16,8 @@ from common.tools import calculator, schemas
 from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
-from harness.data import conversations
 from harness.models.loading import load_policy
+from harness.task import conversations
 
 pytestmark = pytest.mark.all_questions
 
@@ -54,7 +54,7 @@ def policy() -> Policy:
 @pytest.fixture
 def encode(train, policy):
     return lambda rows=CONVERSATIONS, **settings: conversations.encode_rows(
-        train.Config(**settings), policy, rows, "my.jsonl"
+        rows, "my.jsonl", policy, train.Config(**settings).max_length
     )
 
 

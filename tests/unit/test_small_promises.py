@@ -17,9 +17,7 @@ from tasks import arithmetic
 
 from harness.base.checks import check_texts
 from harness.base.config import TINY_POLICY, RunConfig
-from harness.data import row_checks
-from harness.data.row_checks import try_solutions
-from harness.data.task import Row, Task, import_file
+from harness.data.rows import Row
 from harness.evaluation.figures import Answer, Answers
 from harness.evaluation.session import results_of
 from harness.exporting.source import Source
@@ -30,6 +28,11 @@ from harness.models.loading import load_policy
 from harness.search.documents import Document, read_corpus
 from harness.search.remote_index import read_answer
 from harness.search.sqlite_index import SqliteIndex, build_sqlite
+from harness.task import row_checks
+from harness.task.row_checks import try_solutions
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import TaskFile, import_file
 
 
 def test_a_name_with_a_hash_of_its_own_is_found_by_its_chunks():
@@ -50,7 +53,7 @@ def test_a_solution_that_loops_is_stopped(tmp_path, monkeypatch):
     row = Row({})
     row.place = "rows.jsonl:1"
     with pytest.raises(UserError, match=r"^rows\.jsonl:1: solution\(row\) of --task loops has not ended"):
-        try_solutions(Task(import_file(file, "task", "loops")[0], "loops"), [row], "loops")
+        try_solutions(Scorer(TaskFile(import_file(file, "task", "loops")[0], "loops")), [row])
 
 
 @pytest.mark.parametrize("name", ["model", "data", "eval_data"])
@@ -104,13 +107,13 @@ def own_task(**functions) -> Task:
     """The arithmetic task with other functions."""
     module = ModuleType("own")
     vars(module).update(vars(arithmetic) | functions)
-    return Task(module, "own")
+    return Task(Scorer(TaskFile(module, "own")))
 
 
 def test_a_solution_that_earns_half_is_refused():
     task = own_task(reward=lambda row, text: {"correct": 0.5, "format": 1.0})
     with pytest.raises(UserError, match="no completion can be right"):
-        try_solutions(task, [Row({"question": "1+1", "answer": "2"})], "own")
+        try_solutions(task.scorer, [Row({"question": "1+1", "answer": "2"})])
 
 
 def test_a_component_without_weight_may_be_no_number(capsys):
@@ -159,7 +162,7 @@ def test_a_server_that_gives_more_hits_than_asked_for_is_cut():
 def test_half_a_point_is_no_right_sample_in_an_evaluations_results():
     task = own_task()
     row = Row({"question": "What is 1+1?", "answer": "2"})
-    row.question, task.eval_rows, task.data = row["question"], [row], "rows.jsonl"
+    row.question, task.eval_rows, task.sources = row["question"], [row], {"data": "rows.jsonl"}
     half, right = Answer(0.5, "2", 3, False, {}), Answer(1.0, "2", 3, False, {})
     results = results_of(task, Answers([half], ["2"], [[half, right]]), seed=0)
     assert results["questions"][0]["right"] == 1

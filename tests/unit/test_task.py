@@ -12,10 +12,10 @@ import pytest
 from common.errors import UserError
 
 from harness.base.config import RunConfig
-from harness.data import row_checks
-from harness.data import task as task_module
-from harness.data.data import load_task
-from harness.data.task import Task, _import_once, import_task
+from harness.task import row_checks
+from harness.task import task_file as task_module
+from harness.task.task import Task, load_scorer, load_task
+from harness.task.task_file import _import_once
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -64,11 +64,11 @@ def test_held_out_questions_that_are_trained_on_are_counted(load, capsys):
 
 def test_a_good_file_is_a_task(load):
     task = load(GOOD)
-    assert task.weights == {"correct": 1.0, "short": 0.5}
+    assert task.scorer.weights == {"correct": 1.0, "short": 0.5}
     assert task.total_reward(task.reward(task.train_rows[0], "x")) == 1.0
     assert task.describe(task.train_rows[0], "x") == {}
     assert (len(task.train_rows), len(task.eval_rows)) == (5, 2)
-    assert task.question(task.train_rows[3]) == "What is 3+3?"
+    assert task.file.question(task.train_rows[3]) == "What is 3+3?"
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ def test_a_good_file_is_a_task(load):
     ],
 )
 def test_the_right_answer_is_that_of_the_solution(load, solution, shown):
-    assert (task := load(GOOD + solution)).right_answer(task.train_rows[3]) == shown
+    assert (task := load(GOOD + solution)).file.right_answer(task.train_rows[3]) == shown
 
 
 def test_a_file_can_use_dataclasses_and_is_never_stale(load, tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n" + GOOD
-    assert load(text).weights["short"] == 0.5
-    assert load(text.replace("0.5", "0.7")).weights["short"] == 0.7  # of equal size, within the same second
+    assert load(text).scorer.weights["short"] == 0.5
+    assert load(text.replace("0.5", "0.7")).scorer.weights["short"] == 0.7  # of equal size, within the same second
     assert not list(tmp_path.glob("__pycache__"))
 
 
 def test_weights_can_be_changed(load):
     task = load(GOOD, reward_weight=("short=-0.25", "correct=2"))
-    assert task.weights == {"correct": 2.0, "short": -0.25}
+    assert task.scorer.weights == {"correct": 2.0, "short": -0.25}
     assert task.total_reward({"correct": 1.0, "short": 1.0}) == 1.75
 
 
@@ -190,7 +190,7 @@ def test_types_of_fields_are_those_of_json(load, kind, value, is_fine):
 
 def test_rows_may_have_lists_in_kind_fields(load):
     task = load(GOOD + "KIND_FIELDS = ('num_terms',)")
-    assert len({task.kind({"num_terms": terms}) for terms in ([1], [2], [1])}) == 2
+    assert len({task.file.kind({"num_terms": terms}) for terms in ([1], [2], [1])}) == 2
 
 
 SOLVED = with_reward(
@@ -294,8 +294,8 @@ def test_flags_that_name_nothing_are_refused(load, settings, sentence):
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
     assert len(path.read_text().splitlines()) <= 36
-    task = import_task(RunConfig(task=str(path)))
+    task = load_scorer(RunConfig(task=str(path)))
     row = {"question": "What is 1+1?", "answer": "2"}
-    assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
+    assert task.reward(row, task.file.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}

@@ -23,11 +23,14 @@ from tasks import arithmetic
 from harness.base.config import TINY_POLICY, RunConfig
 from harness.base.places import CHAPTERS
 from harness.base.terminal import POLICY, REWARD, TOOL, say, say_above_progress, visible
-from harness.data.task import Row, Task
+from harness.data.rows import Row
 from harness.logs.samples import describe_best
 from harness.logs.summary import show_gain
 from harness.models.loading import load_policy
 from harness.run.start import run_main
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import TaskFile
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202e \u2066 \r \x08 \x00 \x7f [red] :smile: [/]"
@@ -97,7 +100,7 @@ def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, er
 
 
 def test_neither_texts_nor_names_can_control_the_terminal(capsys):
-    task = Task(arithmetic, "arithmetic")
+    task = Task(Scorer(TaskFile(arithmetic, "arithmetic")))
     task.train_rows = task.eval_rows = [Row(question=HOSTILE + "?", answer=HOSTILE)]
     trajectory = Trajectory([1], 0, [1], [0.0], text=HOSTILE, rewards={"correct": 0.0, "format": 0.0})
     say(describe_best(task, [trajectory]))

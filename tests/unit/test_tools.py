@@ -30,7 +30,9 @@ from common.tools import (
 from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY
-from harness.data.task import Task
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import TaskFile
 
 CALL = '{"name": "calculator", "arguments": {"expression": "17*23"}}'
 LLAMA_CALL = CALL.replace("arguments", "parameters")
@@ -391,7 +393,7 @@ ANSWER = "<answer>391</answer>"
 
 @pytest.fixture
 def make_state() -> Callable[..., State]:
-    task = Task(calculator_task, "calculator", more_weights=CALL_WEIGHTS)
+    task = Task(Scorer(TaskFile(calculator_task, "calculator"), more_weights=CALL_WEIGHTS))
 
     def make(form: str = "hermes", **tools: Callable[..., str]) -> State:
         return State(task, ROW, {"calculator": calculator} | tools, form)
@@ -420,9 +422,9 @@ def outcomes(state: State) -> dict[str, float]:
 
 
 def test_a_task_cannot_reward_what_the_environment_does():
-    module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0})
+    module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0}, __file__="my_task.py")
     with pytest.raises(UserError, match=r"the name 'calls' is taken: give the reward component another"):
-        Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
+        Scorer(TaskFile(module, "my_task.py"), more_weights=CALL_WEIGHTS)
 
 
 # Turns, the answers to all but the last, the outcomes of calls that were not executed, and the rewards for right

@@ -19,11 +19,11 @@ from common.sampling import sample
 from common.trajectory import Trajectory
 
 from harness.base.config import RunConfig
-from harness.data.data import load_task
 from harness.logs.clock import StepClock
 from harness.logs.samples import TokenTexts, write_samples
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy
+from harness.task.task import load_task
 
 GROUP_SIZE = 2
 

@@ -22,12 +22,12 @@ from common.trajectory import Trajectory
 
 from harness.base.config import ROOT, PolicyConfig, shown
 from harness.base.terminal import say
-from harness.data.context import context_length
 from harness.data.data import find_test_data, read_rows
-from harness.data.row_checks import hold_out
+from harness.data.order import hold_out
 from harness.data.rows import Row
 from harness.data.thoughts import answer_of, read_format, tell_of_openings
 from harness.data.turns import as_turns
+from harness.models.context import context_length
 from harness.processes.processes import agreed
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
@@ -78,15 +78,17 @@ def read_pairs(config: PolicyConfig) -> PairRows:
 @agreed
 def load_pairs(config: PolicyConfig, policy: Policy | RewardModel, found: PairRows) -> tuple[list[Pair], list[Pair]]:
     """The pairs to train on, and held-out pairs."""
-    pairs = encode_pairs(found.rows, config.data, config, policy)
+    options = (policy, config.max_length, getattr(config, "answer_begins", None))
+    pairs = encode_pairs(found.rows, config.data, *options)
     if len(pairs) < config.pairs_per_step:
         raise UserError(f"--pairs-per-step {config.pairs_per_step} exceeds the {len(pairs)} pairs")
-    return pairs, encode_pairs(found.eval_rows, found.eval_source, config, policy)
+    return pairs, encode_pairs(found.eval_rows, found.eval_source, *options)
 
 
-def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
+def encode_pairs(
+    rows: list[Row], source: str, policy: Policy | RewardModel, max_length: int, answer_begins: str | None
+) -> list[Pair]:
     """Pairs as rows of ids; pairs that can teach nothing are left out, and counted."""
-    answer_begins = getattr(config, "answer_begins", None)
     tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first, context = [], Counter(), {}, context_length(policy)
     for index, row in enumerate(rows):
@@ -108,8 +110,8 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
         else:
             encoded = [_encode(row, [*prompt, turn], index, policy) for turn in turns]
             longest = max(len(trajectory.ids) for trajectory in encoded)
-            if longest > config.max_length:
-                problem = f"more than --max-length {config.max_length} tokens"
+            if longest > max_length:
+                problem = f"more than --max-length {max_length} tokens"
             elif longest > context:
                 problem = f"more than the model's context of {int(context)} tokens"
         if problem is not None:

@@ -1,18 +1,16 @@
 """The evaluation of a run: the held-out questions of its task, with its settings."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
-from common.evaluate import Answer, Evaluation, Greedy, evaluate, mean
+from common.evaluate import Evaluation, evaluate, mean
 from common.parallel import is_main, part_of
 from common.policy import Policy
 from common.sampling import sample
 
 from harness.base.config import AskedConfig
 from harness.base.terminal import completions_bar, say_above_progress
-from harness.data.context import check_context
-from harness.data.task import Task
+from harness.task.fitting import check_context
+from harness.task.task import Task
 
 
 def evaluate_held_out(
@@ -59,13 +57,3 @@ def evaluate_held_out(
             of_sets = [further.metrics[metric] for further in found.values()]
             evaluation.metrics[f"{config.eval_suite}/{metric}"] = mean(of_sets)
     return evaluation
-
-
-def read_before(path: Path) -> Evaluation | None:
-    """The evaluation before training, as the run saved it; None if it did not."""
-    if not path.exists():
-        return None
-    metrics, greedy, answers = json.loads(path.read_text(encoding="utf-8"))
-    # older runs saved only the texts
-    greedy = [Greedy(answer, [], {}) if isinstance(answer, str) else Greedy(*answer) for answer in greedy]
-    return Evaluation(metrics, greedy, [Answer(*answer) for answer in answers])

@@ -24,7 +24,7 @@ from common.errors import UserError
 from harness.base.checks import is_finite, local_path
 from harness.base.terminal import describe_error, printable, say, short
 from harness.data.rows import Row
-from harness.data.task import TaskError, import_file
+from harness.task.task_file import TaskError, import_file
 
 Function = Callable[..., Any]
 Logged = list[dict[str, object]]
@@ -36,6 +36,18 @@ _ANY = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Parameters of functions of other forms, e.g. verl's compute_score(data_source, solution_str, ground_truth, extra_info)
 _TEXTS = {"solution_str", "response", "completion", "output", "text", "prediction", "answer_text"}
 _GOLDS = {"ground_truth", "gold", "answer", "solution", "label", "target", "reference", "expected"}
+
+# Completions on which reward functions are tried: empty, short, long, with tags, digits and the row's own answer
+INVENTED = (
+    "",
+    "ANSWER",
+    "<think>\nfirst 1 + 2 = 3\n</think>\n<answer>\nANSWER\n</answer>",
+    "The answer is $\\boxed{ANSWER}$.",
+    "<think>" + "but wait, " * 40,
+    "3 * 4 = 12\n#### ANSWER",
+    "<answer>ANSWER</answer>",
+    '```json\n{"answer": "ANSWER"}\n```',
+)
 
 
 class Batch(NamedTuple):
@@ -80,6 +92,15 @@ class RewardFunctions:
     @property
     def names(self) -> list[str]:
         return list(self._functions)
+
+    def trial(
+        self, rows: list[Row], group_size: int, right_answer: Callable[[Row], object]
+    ) -> tuple[list[Row], list[str]]:
+        """Some of the rows, each once for every completion of its group, and an invented completion for each."""
+        count = min(max(2, -(-len(INVENTED) // group_size)), len(rows))  # of groups
+        rows = [rows[index * len(rows) // count] for index in range(count) for _ in range(group_size)]
+        answers = [str(right_answer(row)) for row in rows]
+        return rows, [INVENTED[index % len(INVENTED)].replace("ANSWER", answer) for index, answer in enumerate(answers)]
 
     def check(self, prompts: list[list[dict]], rows: list[Row], texts: list[str]) -> None:
         """Refuse parameters that nothing can fill, and call each function on invented completions."""

@@ -19,8 +19,6 @@ from common.policy import Policy
 from harness.base.config import DTYPES, OfEngine, RunConfig
 from harness.base.ranks import on_main, together
 from harness.base.terminal import say
-from harness.data.context import check_context, fitting_length
-from harness.data.task import Task
 from harness.engines.engine import Engine
 from harness.engines.folder import export
 from harness.engines.server import ChildServer, free_port
@@ -28,6 +26,8 @@ from harness.engines.vllm import ENVIRONMENT, server_flags
 from harness.logs.diagnosis import sampling_limit
 from harness.processes.processes import requested_launch
 from harness.run.run import Run
+from harness.task.fitting import check_context, fitting_length
+from harness.task.task import Task
 
 LOG = "engine.log"
 
@@ -56,8 +56,9 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
 
     def start() -> str:
         export(policy, folder, dtype)
+        length = fitting_length(task, policy, config.system_prompt, config.max_new_tokens)
         port, log = free_port(), run.directory / LOG
-        flags = server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
+        flags = server_flags(folder, port, length, dtype, config.device)
         say(f"starting an engine, which can take a minute; its output is in {log}")
         try:
             servers.append(ChildServer(server_command(config.engine_start, flags), port, log, ENVIRONMENT))

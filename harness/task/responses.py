@@ -27,12 +27,15 @@ from harness.base.config import (
     shown,
 )
 from harness.base.terminal import say
-from harness.data.context import check_prompts
-from harness.data.data import load_rows, read_rows
+from harness.data.data import read_rows
 from harness.data.rows import Row
-from harness.data.task import Task, task_of
 from harness.engines.chat_server import ChatServer
+from harness.models.context import check_prompts
 from harness.models.loading import load_policy
+from harness.task.questions import load_rows
+from harness.task.scorer import Scorer
+from harness.task.task import Task
+from harness.task.task_file import task_of
 
 # Separates the random numbers of responses from the numbers of training (steps) and evaluation (2**31)
 RESPONSES = 2**31 + 1
@@ -75,6 +78,11 @@ class ResponseConfig(ModelConfig):
     generation_batch_size: OfRun[Count] = 128
     output: OfRun[LocalPath] = "runs/responses.jsonl"  # a JSONL file, new or to be continued
 
+    @property
+    def batch_size(self) -> int:
+        """Prompts per batch."""
+        return max(1, self.generation_batch_size // self.num_samples)
+
     def __post_init__(self) -> None:
         found = {}
         if self.system_prompt is None and (self.prompts is not None or self.url is not None):
@@ -104,13 +112,13 @@ class Response(NamedTuple):
 def read_prompts(config: ResponseConfig) -> tuple[list[Prompt], Task | None]:
     """The prompts to respond to, and the task, which `--prompts` does not have."""
     if config.prompts is None:
-        task = task_of(config.task)
-        source = config.data if config.data is not None else task.train_data
+        file = task_of(config.task)
+        task, source = Task(Scorer(file)), config.data if config.data is not None else file.train_data
         if source is None:
-            raise UserError(f"{task} names no data: give --data")
-        rows = load_rows(source, config, task)
-        task.try_out(rows[0])
-        asked = [(row, task.messages(row), task.messages(row, config.system_prompt)) for row in rows]
+            raise UserError(f"{file} names no data: give --data")
+        rows = load_rows(source, file, config.at_most, config.max_question_length)
+        task.scorer.try_out(rows[0])
+        asked = [(row, file.messages(row), file.messages(row, config.system_prompt)) for row in rows]
     else:
         source, task = config.prompts, None
         rows = read_rows(source, {"prompt": (str, list)})
@@ -222,8 +230,3 @@ def make_responder(config: ResponseConfig, prompts: list[Prompt]) -> Callable[[l
         return [found[start : start + count] for start in range(0, len(found), count)]
 
     return respond
-
-
-def batch_size(config: ResponseConfig) -> int:
-    """Prompts per batch."""
-    return max(1, config.generation_batch_size // config.num_samples)

@@ -8,14 +8,15 @@ import threading
 import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from common.errors import UserError
-from common.keyed import keyed_generator
 
 from harness.base.terminal import printable, say
-from harness.data.rows import is_empty
-from harness.data.task import Row, Task, suggest_task, unpaid_form
+from harness.data.rows import Row, find_problem, is_empty, placed
+from harness.data.schemas import read_as
+from harness.task.scorer import Scorer
+from harness.task.task_file import TaskFile, bundled_tasks, task_of
 
 PATIENCE = 10  # seconds for the solutions of all rows together
 
@@ -24,17 +25,17 @@ _PUNCTUATION = re.compile(r"[\"'`\u2018\u2019\u201c\u201d;:!?]|[.,](?!\d)|(?<!\d
 _THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\w\s])\s*")
 
 
-def try_solutions(task: Task, rows: list[Row], name: str) -> None:
+def try_solutions(scorer: Scorer, rows: list[Row]) -> None:
     """Refuse a row whose solution does not earn `correct` = 1 (without `correct`: any reward), within `PATIENCE`."""
-    began = time.monotonic()
+    file, began = scorer.file, time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:
-            say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
+            say(f"{file}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
             return
-        with _time_limit(f"{row.place}: solution(row) of {task} has not ended in {PATIENCE} s"):
-            text = task.solution(row)
-        if text is not None and (fault := solution_fault(task, row, text)):
-            raise UserError(f"{row.place}: {_reason(task, row, fault, name)}")
+        with _time_limit(f"{row.place}: solution(row) of {file} has not ended in {PATIENCE} s"):
+            text = file.solution(row)
+        if text is not None and (fault := solution_fault(scorer, row, text)):
+            raise UserError(f"{row.place}: {_reason(file, row, fault)}")
 
 
 @contextmanager
@@ -60,10 +61,10 @@ def _time_limit(sentence: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def solution_fault(task: Task, row: Row, text: str) -> str | None:
+def solution_fault(scorer: Scorer, row: Row, text: str) -> str | None:
     """The reward of a row's solution, if a right answer would earn something else."""
-    rewards = task.reward(row, text)
-    measure, earned, is_right = "a total reward of", (total := task.total_reward(rewards)), total > 0
+    rewards = scorer.reward(row, text)
+    measure, earned, is_right = "a total reward of", (total := scorer.total_reward(rewards)), total > 0
     if "correct" in rewards:
         measure, earned, is_right = "correct =", rewards["correct"], rewards["correct"] == 1
     if is_right or not math.isfinite(earned):  # any other is a fault of the reward, which the run reports
@@ -71,44 +72,67 @@ def solution_fault(task: Task, row: Row, text: str) -> str | None:
     return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
 
 
-def tell_unpaid(task: Task, rows: list[Row], name: str) -> None:
+def tell_unpaid(file: TaskFile, rows: list[Row]) -> None:
     """Tell the user of the first question whose answer is wanted in a form that the bundled task pays nothing for."""
-    for row in rows if task.is_bundled else ():
+    for row in rows if file.is_bundled else ():
         is_asked = "\\boxed" in row.question or "####" in row.question
         if is_asked or "\\" in str(row.get("answer")):
-            if task.solves(row) and (form := unpaid_form(task, row)) is not None:
+            if _solves(file, row) and (form := unpaid_form(file, row)) is not None:
                 reason = "the question asks for this form" if is_asked else "its answer is LaTeX"
-                remedy = suggest_task(row, name) or ": remove what asks for it from the questions (docs/data.md)"
-                say(f"{row.place}: {task} pays 0 for {printable(form, 60)}, although {reason}{remedy}", sys.stderr)
+                remedy = suggest_task(row, file) or ": remove what asks for it from the questions (docs/data.md)"
+                say(f"{row.place}: {file} pays 0 for {printable(form, 60)}, although {reason}{remedy}", sys.stderr)
             return
 
 
-def empty_golds(task: Task, row: Row) -> list[str]:
+def empty_golds(file: TaskFile, row: Row) -> list[str]:
     """The fields of a row that should hold its answer but are empty."""
-    fields = {
-        *task.fields,
-        *(["answer"] if row.get("answer") is not None else []),
-    }  # Arrow writes None where there is none
+    # Arrow writes None where there is none
+    fields = file.fields.keys() | ({"answer"} if row.get("answer") is not None else set())
     return [field for field in sorted(fields & row.keys()) if is_empty(row[field])]
 
 
-def _reason(task: Task, row: Row, fault: str, name: str) -> str:
-    if empty := empty_golds(task, row):
+def _reason(file: TaskFile, row: Row, fault: str) -> str:
+    if empty := empty_golds(file, row):
         fields = " and ".join(map(repr, empty))
         return f"the field {fields} is empty, so that no completion can be right: remove the row"
     reason = f"no completion can be right, because the row's own solution {fault}"
-    if suggestion := suggest_task(row, name):
+    if suggestion := suggest_task(row, file):
         return reason + suggestion
     hashes = " (keep the part of GSM8K's answers after ####)" if "####" in str(row.get("answer")) else ""
-    form = f"the form that reward(row, text) of {task} compares with{hashes}"
+    form = f"the form that reward(row, text) of {file} compares with{hashes}"
     return f"{reason}: bring the row to {form}, or correct its solution(row)"
 
 
-def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Divide rows into training rows and held-out rows, which the seed selects."""
-    order = keyed_generator("split", seed).permutation(len(rows))
-    rows = [rows[index] for index in order]
-    return rows[num_held_out:], rows[:num_held_out]
+def suggest_task(row: Row, file: TaskFile) -> str:
+    """The end of a sentence about a row that a bundled task cannot use: the tasks that can judge it, if any.
+
+    Tasks whose fields the row has come before tasks for which it has to be read by another schema.
+    """
+    bundled = bundled_tasks()
+    fitting: dict[bool, list[str]] = {True: [], False: []}
+    for other in map(task_of, bundled if file.name in bundled else ()):  # a user's own task is not a mistake
+        with suppress(UserError):  # its functions cannot handle such a row
+            read = placed(row, row.place)
+            is_read = read_as(read, other.fields)[0] is None
+            if is_read and _solves(other, read) and unpaid_form(other, read) is None:
+                fitting[find_problem(row, other.fields) is None].append(str(other))
+    found = fitting[True] or fitting[False]
+    return f"; rows like this one belong to {' or '.join(found)}" if found else ""
+
+
+def unpaid_form(file: TaskFile, row: Row) -> str | None:
+    """The right answer in a form that the prompt asks for or that LaTeX has, if the task does not pay for it."""
+    asked = " ".join(message["content"] for message in file.messages(row))
+    gold = str(file.right_answer(row))
+    forms = [f"\\boxed{{{gold}}}"] if "\\boxed" in asked or "\\" in gold else []
+    forms += [f"#### {gold}"] if "####" in asked else []
+    return next((form for form in forms if file.reward(row, form).get("correct") == 0), None)
+
+
+def _solves(file: TaskFile, row: Row) -> bool:
+    """Whether the solution of a row is right."""
+    text = file.solution(row)
+    return text is not None and file.reward(row, text).get("correct") == 1
 
 
 def shared_questions(

@@ -10,9 +10,9 @@ from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
 from harness.base.terminal import say
-from harness.data.context import context_length
 from harness.data.data import read_rows
 from harness.data.thoughts import tell_of_openings
+from harness.models.context import context_length
 from harness.processes.processes import agreed
 
 WINDOW = 3000  # rows to choose from when rows of similar length are batched together, which saves padding
@@ -28,13 +28,13 @@ def load_conversations(
     config: PolicyConfig, policy: Policy, rows: list[dict]
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """The rows to learn from, and the rows held out for evaluation: a tenth, at most --eval-prompts."""
-    encoded = encode_rows(config, policy, rows, config.data)
+    encoded = encode_rows(rows, config.data, policy, config.max_length)
     num_eval = min(config.eval_prompts, len(encoded) // 10)
     order = keyed_generator("split", config.seed).permutation(len(encoded))
     return [encoded[index] for index in order[num_eval:]], [encoded[index] for index in order[:num_eval]]
 
 
-def encode_rows(config: PolicyConfig, policy: Policy, rows: list[dict], source: str) -> list[Trajectory]:
+def encode_rows(rows: list[dict], source: str, policy: Policy, max_length: int) -> list[Trajectory]:
     """Conversations as trajectories: the assistant's tokens are the actions."""
     encoded = []
     for index, row in enumerate(rows):
@@ -42,7 +42,7 @@ def encode_rows(config: PolicyConfig, policy: Policy, rows: list[dict], source: 
             ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, row.get("tools"))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{source}, row {index + 1}: {with_remedy(error)}") from error
-        if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
+        if len(ids) <= min(max_length, context_length(policy)) and any(mask):
             encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     if len(encoded) < len(rows):
         say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")

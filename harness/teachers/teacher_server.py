@@ -15,7 +15,7 @@ from common.policy import Policy
 from harness.engines.engine import raise_together
 from harness.engines.vllm import VLLM
 from harness.models.pretrained import PROBE
-from harness.models.teachers import TeacherConfig, check_same_prompt
+from harness.teachers.agreement import check_same_prompt
 
 MOST_REQUESTS = 64  # at the same time, one per row
 
@@ -26,20 +26,20 @@ class TeacherServer(VLLM):
     A request holds the ids of one row. Every token of the answer is compared with the policy's, id and text.
     """
 
-    def __init__(self, config: TeacherConfig, policy: Policy):
+    def __init__(self, url: str, policy: Policy, has_prefix: bool = False):
         if policy.temperature != 1:
             raise UserError(
                 f"--temperature {policy.temperature:g}: a server computes the log-probs of a prompt at temperature 1, "
                 "and not at the policy's: use 1, or a teacher on this machine (--teacher)"
             )
         self._tokenizer = policy.tokenizer
-        super().__init__(config.teacher_url, torch.float32)
+        super().__init__(url, torch.float32)
         try:
             body = {"model": self._model, "messages": PROBE, "add_generation_prompt": True}
             prompt = list(map(int, self._request("POST", "/tokenize", body)["tokens"]))
         except (TypeError, LookupError, ValueError):
             raise self.wrong("something other than the tokens of a conversation") from None
-        check_same_prompt(f"--teacher-url {config.teacher_url}", prompt, policy, config)
+        check_same_prompt(f"--teacher-url {url}", prompt, policy, has_prefix)
 
     def _check(self, dtype: torch.dtype) -> None:
         self.find_model("the teacher")

@@ -12,8 +12,9 @@ from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import DTYPES, RunConfig
 from harness.data.thoughts import ThoughtFormat, answer_of, read_format
+from harness.models.context import context_of
+from harness.models.reward_loading import load_reward_model
 
-PREFERENCE = "preference"  # the reward component
 Messages = list[dict]
 
 
@@ -72,9 +73,6 @@ def load_judge(config: RunConfig) -> Judge | None:
 
 
 def _score_here(config: RunConfig) -> Callable[[list[Messages]], list[float]]:
-    from harness.data.context import context_of
-    from harness.models.reward_loading import load_reward_model  # not at the top: most runs have no judge
-
     dtype = "bfloat16" if torch.device(config.device).type == "cuda" else "float32"
     model: RewardModel = load_reward_model(config.reward_model, config.device, DTYPES[dtype])
     longest = context_of(model.model.config)
@@ -89,7 +87,7 @@ def _score_here(config: RunConfig) -> Callable[[list[Messages]], list[float]]:
 
 
 def _score_by_server(url: str) -> Callable[[list[Messages]], list[float]]:
-    from harness.engines.reward_server import RewardServer
+    from harness.engines.reward_server import RewardServer  # not at the top: few runs have a server, which needs httpx2
 
     server = RewardServer(url)
 

@@ -1,16 +1,13 @@
-"""Checks before training that the model's context has room for every prompt plus the completion budget."""
+"""How many tokens a model can attend to, and whether prompts and completions fit into that."""
 
-import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 
 from common.chat import encode_prompt
 from common.errors import UserError
 from common.policy import Policy
 
-from harness.base.config import ModelConfig
-from harness.data.task import Row, Task
+from harness.data.rows import Row
 
 LONGEST = 64  # encode the prompts of the rows with the longest texts only: encoding all can take seconds
 
@@ -43,33 +40,6 @@ def fixed_length(config) -> float:
     return min(lengths)
 
 
-def check_context(config: ModelConfig, task: Task, policy: Policy, engine: object | None = None) -> None:
-    """Refuse a row whose prompt and completion exceed the context of the model, or of an `Engine`."""
-    remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
-    remedy += ", or describe the functions of --tools in fewer words" if getattr(config, "tools", None) else ""
-    engine_length = math.inf if engine is None else engine.max_length
-    if engine_length < context_length(policy):
-        remedy += f", or start the engine with a longer {engine.length_flag}"
-    check_prompts(policy, *_asked(config, task), config.max_new_tokens, remedy, task.tools, engine_length)
-
-
-def fitting_length(config: ModelConfig, task: Task, policy: Policy) -> int:
-    """A power of 2 that every prompt with its completion fits into, or the model's context if that is smaller."""
-    length = longest_of_run(config, task, policy.tokenizer) + config.max_new_tokens
-    return int(min(max(256, 2 ** math.ceil(math.log2(length))), context_length(policy)))
-
-
-def longest_of_run(config: ModelConfig, task: Task, tokenizer) -> int:
-    """The number of tokens of the longest prompt in training and evaluation."""
-    return _longest_prompt(tokenizer, *_asked(config, task), task.tools)[0]
-
-
-def _asked(config: ModelConfig, task: Task) -> tuple[list[Row], Callable[[Row], list[dict]]]:
-    """All rows of a run, and the function that writes their prompts."""
-    rows = [*task.eval_rows, *task.train_rows, *itertools.chain(*task.eval_sets.values())]
-    return rows, partial(task.messages, system_prompt=config.system_prompt)
-
-
 def check_prompts(
     policy: Policy,
     rows: list[Row],
@@ -83,7 +53,7 @@ def check_prompts(
     context = min(context_length(policy), engine_length)
     if context == math.inf:
         return
-    num_tokens, row = _longest_prompt(policy.tokenizer, rows, messages, tools)
+    num_tokens, row = longest_prompt(policy.tokenizer, rows, messages, tools)
     if num_tokens + max_new_tokens > context:
         whose = "engine's" if engine_length < context_length(policy) else "model's"
         raise UserError(
@@ -92,8 +62,8 @@ def check_prompts(
         )
 
 
-def _longest_prompt(
-    tokenizer, rows: list[Row], messages: Callable[[Row], list[dict]], tools: list[dict] | None
+def longest_prompt(
+    tokenizer, rows: list[Row], messages: Callable[[Row], list[dict]], tools: list[dict] | None = None
 ) -> tuple[int, Row]:
     """The number of tokens of the longest prompt, and its row."""
     conversations = [(row, messages(row)) for row in rows]

@@ -22,10 +22,10 @@ from harness.base.checks import flag
 from harness.base.config import ADAPTER_SETTINGS, TINY_POLICY, PolicyConfig, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import say
-from harness.data.context import longest_of_run
-from harness.data.task import Task
 from harness.models.adapters import linear_layers
-from harness.models.pretrained import read_config, set_template, tokenizer_of
+from harness.models.pretrained import read_config, tokenizer_of
+from harness.task.fitting import longest_of_run
+from harness.task.task import Task
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
@@ -216,9 +216,7 @@ def rank_of(config: PolicyConfig) -> int:
 
 
 def _prompt_length(config: PolicyConfig, task: Task) -> int:
-    tokenizer = tokenizer_of(config, config.base_path is not None)
-    set_template(tokenizer, config)
-    return longest_of_run(config, task, tokenizer)
+    return longest_of_run(task, tokenizer_of(config, config.base_path is not None), config.system_prompt)
 
 
 def device_memory(device: str) -> float:

@@ -1,0 +1,145 @@
+"""A task for a run: the user's file, its rewards, and the rows to train and to evaluate on."""
+
+import sys
+from dataclasses import dataclass, field
+
+from common.errors import UserError
+from common.trajectory import Trajectory
+
+from harness.base.checks import parse_sources
+from harness.base.config import AskedConfig, RunConfig, shown
+from harness.base.terminal import say
+from harness.data.order import hold_out, num_steps
+from harness.data.rows import Row
+from harness.processes.processes import agreed
+from harness.task.scorer import Scorer
+from harness.task.task_file import task_of
+
+
+@dataclass
+class Task:
+    """What `load_task` returns; the methods are those of its parts that a train.py calls."""
+
+    scorer: Scorer
+    train_rows: list[Row] = field(default_factory=list)
+    eval_rows: list[Row] = field(default_factory=list)
+    eval_sets: dict[str, list[Row]] = field(default_factory=dict)  # further held-out questions, by name
+    sources: dict[str, object] = field(default_factory=dict)  # by flag: where the rows and the functions are from
+    tools: list[dict] | None = None  # JSON schemas that every prompt presents
+    fits_context: bool = False  # whether all rows are known to fit
+
+    def __post_init__(self):
+        self.file = self.scorer.file
+
+    def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
+        return self.file.messages(row, system_prompt)
+
+    def describe(self, row: dict, text: str) -> dict[str, float]:
+        return self.file.describe(row, text)
+
+    def reward(self, row: dict, text: str) -> dict[str, float]:
+        return self.scorer.reward(row, text)
+
+    def reward_all(self, rows: list[Row], texts: list[str], completions: list[Trajectory]) -> list[dict[str, float]]:
+        return self.scorer.reward_all(rows, texts, completions)
+
+    def reward_together(
+        self, rows: list[Row], texts: list[str], completions: list[Trajectory]
+    ) -> list[dict[str, float]]:
+        return self.scorer.reward_together(rows, texts, completions)
+
+    def total_reward(self, rewards: dict[str, float]) -> float:
+        return self.scorer.total_reward(rewards)
+
+
+@agreed
+def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
+    """The task that `--task` names, with its training and evaluation rows; both are filtered in the same way.
+
+    `more_weights` are weights of reward components that the experiment adds; `tools` are JSON schemas. Without
+    `--eval-data`, a task's own data have a held-out file, and a user's `--data` may have a test file
+    (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
+    """
+    # here as below, not at the top: `--help` need not wait for them
+    from harness.task.questions import find_sources, load_rows, read_renamed
+    from harness.task.row_checks import shared_questions, try_solutions
+
+    scorer = load_scorer(config, more_weights)
+    file, functions, filters = scorer.file, scorer.functions, (config.at_most, config.max_question_length)
+    source, eval_source = find_sources(file, config.data, config.eval_data)
+    train_rows = load_rows(source, file, *filters)
+    if eval_source is not None:
+        eval_rows = load_rows(eval_source, file, *filters)[: config.eval_prompts]
+    elif len(train_rows) <= config.eval_prompts:
+        raise UserError(
+            f"{shown(source)} has {len(train_rows)} rows, and --eval-prompts takes {config.eval_prompts} of them: "
+            "lower it, or give --eval-data"
+        )
+    else:
+        train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
+    if len(train_rows) > (config.max_prompts or len(train_rows)):
+        say(f"{shown(source)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
+        train_rows = train_rows[: config.max_prompts]
+    prompts_per_step = getattr(config, "prompts_per_step", 1)
+    if len(train_rows) < prompts_per_step:
+        raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
+    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
+        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
+    try_solutions(scorer, [*train_rows, *eval_rows])  # before a model is loaded
+    scorer.try_out(train_rows[0])
+    if note := file.note():
+        say(f"{file}: {note}", sys.stderr)
+    task = Task(scorer, train_rows, eval_rows, tools=tools)
+    task.sources = {"data": source, "eval_data": eval_source, "task": file.path}
+    for name, (set_source, renamed) in _find_sets(config).items():
+        rows = read_renamed(set_source, file, renamed)[: config.eval_prompts]
+        if known := sum(map(len, shared_questions(train_rows, rows))):
+            say(f"{known} of the {len(rows)} questions of {name} are training questions as well")
+        try_solutions(scorer, rows)
+        task.eval_sets[name], task.sources[f"eval_sets {name}"] = rows, set_source
+    if functions is not None:  # before a model is loaded
+        rows = [row for some in (train_rows, eval_rows, *task.eval_sets.values()) for row in some]
+        functions.columns = list(dict.fromkeys(key for row in rows for key in row))
+        functions.state.max_steps = num_steps(config, len(train_rows))
+        rows, texts = functions.trial(train_rows, getattr(config, "group_size", 1), file.right_answer)
+        functions.check(scorer.asked(rows), rows, texts)
+    return task
+
+
+def load_scorer(config: RunConfig, more_weights: dict[str, float] | None = None) -> Scorer:
+    """The rewards of a run, with the judge and the functions that the settings name."""
+    from harness.task.answer_judge import load_judge
+
+    judge, functions = load_judge(config), None
+    if config.reward_functions is not None:
+        from harness.task.reward_functions import RewardFunctions
+
+        functions = RewardFunctions(config.reward_functions)
+    file, prompt = task_of(config.task), config.system_prompt or ""
+    scorer = Scorer(file, config.reward_weight, more_weights, judge, functions, prompt)
+    if not any(scorer.weights.values()):
+        judge = "give a --reward-model, or raise one with --reward-weight"
+        raise UserError(f"{file}: the weights of all components are 0, so that nothing would be learned: {judge}")
+    return scorer
+
+
+def load_held_out_task(config: AskedConfig) -> Task:
+    """The task that `--task` names, with its own questions; `--data` holds something else, which is trained on."""
+    task = load_task(
+        RunConfig(task=config.task, seed=config.seed, eval_prompts=config.eval_prompts, device=config.device)
+    )
+    task.sources |= {"data": config.data, "eval_data": config.eval_data}  # of the run
+    return task
+
+
+def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
+    """The sources of the further held-out questions by their names, with the task's names for their fields."""
+    sets = {name: (source, {}) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
+    if config.eval_suite is None:
+        return sets
+    from harness.data.benchmarks import SUITES
+
+    task, benchmarks = SUITES[config.eval_suite]
+    if config.task != task:
+        raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")
+    return {name: (found.hub, dict(found.renamed)) for name, found in benchmarks.items()} | sets
