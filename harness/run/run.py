@@ -170,9 +170,6 @@ class Run:
         """Write summary.json, with `results` first, curve.png and report.html."""
         on_main(lambda: self._log.write_summary(results, self._checkpoints.best))
 
-    def close(self) -> None:
-        self.contexts.close()
-
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
         self.stopping.request.receive(is_in_step=self._log.is_counting)

@@ -119,7 +119,7 @@ def start_run(
                 raise
             raise told from error
         finally:
-            run.close()
+            run.contexts.close()
 
 
 def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:
