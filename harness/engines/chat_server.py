@@ -57,10 +57,8 @@ class ChatServer(VLLM):
                 if refused.status not in BUSY or pause is None:
                     raise
                 await asyncio.sleep(pause)
-        try:
+        with self.reading("something other than a chat completion"):
             (choice,) = answer["choices"]
             message = choice["message"]
             text, thought = (message["content"] or ""), message.get("reasoning") or message.get("reasoning_content")
             return (f"<think>{thought}</think>" if thought else "") + text, str(choice["finish_reason"])
-        except (TypeError, LookupError, ValueError, AttributeError):
-            raise self.wrong("something other than a chat completion") from None

@@ -21,10 +21,6 @@ class RewardServer(VLLM):
         """The score of a conversation, which the server renders with the reward model's own template."""
         body = {"model": self._model, "messages": messages, "task": "classify", "use_activation": False}
         answer = await self._ask("POST", "/pooling", body | {"add_generation_prompt": False})
-        try:
+        with self.reading("something other than one number: does it serve a reward model (--runner pooling)?"):
             (score,) = answer["data"][0]["data"]
             return float(score)
-        except (TypeError, LookupError, ValueError):
-            raise self.wrong(
-                "something other than one number: does it serve a reward model (--runner pooling)?"
-            ) from None

@@ -10,8 +10,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,10 +118,8 @@ class VLLM:
     def find_model(self, name: str) -> None:
         """Ask only for the server's model, and call it `name`; for servers that need no other settings."""
         self.about = self.about.replace("the engine", name)
-        try:
+        with self.reading("no model"):
             self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
-        except (TypeError, LookupError):
-            raise self.wrong("no model") from None
 
     def load(self, folder: Path) -> None:
         """Make the server load the weights in `folder`, and drop everything that it computed with the old ones."""
@@ -154,7 +153,7 @@ class VLLM:
             "frequency_penalty": 0.0,
         }
         answer = await self._ask("POST", "/v1/completions", body)
-        try:
+        with self.reading("completions without ids, log-probs or a reason to finish"):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if any(choice["prompt_token_ids"] != prompt for choice in choices):
                 raise self.wrong("a completion of another prompt")
@@ -167,11 +166,17 @@ class VLLM:
                 for choice in choices
             ]
             return completions * count if is_greedy else completions
-        except (TypeError, LookupError, ValueError):
-            raise self.wrong("completions without ids, log-probs or a reason to finish") from None
 
     def wrong(self, what: str) -> EngineError:
         return EngineError(f"{self.about} has answered with {what}")
+
+    @contextmanager
+    def reading(self, otherwise: str) -> Iterator[None]:
+        """Read an answer of the server; if it has another form, the error says that it is `otherwise`."""
+        try:
+            yield
+        except (TypeError, LookupError, ValueError, AttributeError):
+            raise self.wrong(otherwise) from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine, which can await `complete`, in the background."""

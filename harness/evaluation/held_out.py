@@ -9,8 +9,7 @@ from common.sampling import sample
 
 from harness.base.config import AskedConfig
 from harness.base.terminal import completions_bar, say_above_progress
-from harness.task.fitting import check_context
-from harness.task.task import Task
+from harness.task.task import Task, check_context
 
 
 def evaluate_held_out(

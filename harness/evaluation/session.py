@@ -32,10 +32,9 @@ from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
-from harness.task.fitting import check_context
 from harness.task.questions import filter_rows, load_rows, read_renamed
 from harness.task.scorer import Scorer
-from harness.task.task import Task
+from harness.task.task import Task, check_context
 from harness.task.task_file import import_named, task_of
 
 FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed

@@ -56,21 +56,6 @@ def join(config: PolicyConfig) -> None:
         check_parts(config)
 
 
-def connect(config: PolicyConfig, accelerator: "Accelerator | None") -> "Accelerator | None":
-    """Connect to the other processes as the launch asks for, unless the experiment has done so with an accelerator.
-
-    Returns the accelerator if weights are sharded, else None.
-    """
-    is_sharded = requested_launch().sharding is not None
-    if accelerator is None:
-        join(config)
-        if is_sharded:
-            from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
-
-            accelerator = start_accelerator(config)
-    return accelerator if is_sharded else None
-
-
 def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatenate[ConfigT, P], T]:
     """Decorate a function of the settings that every process calls: if it fails in one of them, all end."""
 

@@ -24,8 +24,7 @@ from harness.base.hub import must_be_cached
 from harness.base.terminal import say
 from harness.models.adapters import linear_layers
 from harness.models.pretrained import read_config, tokenizer_of
-from harness.task.fitting import longest_of_run
-from harness.task.task import Task
+from harness.task.task import Task, longest_of_run
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}

@@ -24,7 +24,7 @@ from harness.base.ranks import on_main
 from harness.logs.clock import StepClock, StepTrace
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import read_before
-from harness.processes.data_parallel import DataParallel
+from harness.processes.training import DataParallel
 from harness.run.checkpoints import BEFORE, Checkpoints
 from harness.run.directory import RunDirectory
 from harness.run.log import RunLog

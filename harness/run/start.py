@@ -21,7 +21,7 @@ from harness.base.config import PolicyConfig
 from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.order import num_steps
-from harness.processes.processes import connect
+from harness.processes.training import connect
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.run import Run
 from harness.run.settings import (

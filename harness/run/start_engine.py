@@ -26,8 +26,7 @@ from harness.engines.vllm import ENVIRONMENT, server_flags
 from harness.logs.diagnosis import sampling_limit
 from harness.processes.processes import requested_launch
 from harness.run.run import Run
-from harness.task.fitting import check_context, fitting_length
-from harness.task.task import Task
+from harness.task.task import Task, check_context, fitting_length
 
 LOG = "engine.log"
 

@@ -1,22 +1,28 @@
 """A task for a run: the user's file, its rewards, and the rows to train and to evaluate on."""
 
+import itertools
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.errors import UserError
+from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.base.checks import parse_sources
-from harness.base.config import AskedConfig, RunConfig, shown
+from harness.base.config import AskedConfig, ModelConfig, RunConfig, shown
 from harness.base.terminal import say
 from harness.data.order import hold_out, num_steps
 from harness.data.rows import Row
+from harness.models.context import check_prompts, context_length, longest_prompt
 from harness.processes.processes import agreed
 from harness.task.scorer import Scorer
-from harness.task.task_file import task_of
+from harness.task.task_file import TaskFile, task_of
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Task:
     """What `load_task` returns; the methods are those of its parts that a train.py calls."""
 
@@ -28,8 +34,9 @@ class Task:
     tools: list[dict] | None = None  # JSON schemas that every prompt presents
     fits_context: bool = False  # whether all rows are known to fit
 
-    def __post_init__(self):
-        self.file = self.scorer.file
+    @property
+    def file(self) -> TaskFile:
+        return self.scorer.file
 
     def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
         return self.file.messages(row, system_prompt)
@@ -143,3 +150,34 @@ def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
     if config.task != task:
         raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")
     return {name: (found.hub, dict(found.renamed)) for name, found in benchmarks.items()} | sets
+
+
+# Whether the context has room -----------------------------------------------------------------------------------------
+
+
+def check_context(config: ModelConfig, task: Task, policy: Policy, engine: object | None = None) -> None:
+    """Refuse a row whose prompt and completion exceed the context of the model, or of an `Engine`."""
+    remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
+    remedy += ", or describe the functions of --tools in fewer words" if getattr(config, "tools", None) else ""
+    engine_length = math.inf if engine is None else engine.max_length
+    if engine_length < context_length(policy):
+        remedy += f", or start the engine with a longer {engine.length_flag}"
+    rows, messages = _asked(task, config.system_prompt)
+    check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools, engine_length)
+
+
+def fitting_length(task: Task, policy: Policy, system_prompt: str, max_new_tokens: int) -> int:
+    """A power of 2 that every prompt with its completion fits into, or the model's context if that is smaller."""
+    length = longest_of_run(task, policy.tokenizer, system_prompt) + max_new_tokens
+    return int(min(max(256, 2 ** math.ceil(math.log2(length))), context_length(policy)))
+
+
+def longest_of_run(task: Task, tokenizer, system_prompt: str) -> int:
+    """The number of tokens of the longest prompt in training and evaluation."""
+    return longest_prompt(tokenizer, *_asked(task, system_prompt), task.tools)[0]
+
+
+def _asked(task: Task, system_prompt: str) -> tuple[list[Row], Callable[[Row], list[dict]]]:
+    """All rows of a run, and the function that writes their prompts."""
+    rows = [*task.eval_rows, *task.train_rows, *itertools.chain(*task.eval_sets.values())]
+    return rows, partial(task.messages, system_prompt=system_prompt)

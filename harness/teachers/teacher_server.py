@@ -34,11 +34,9 @@ class TeacherServer(VLLM):
             )
         self._tokenizer = policy.tokenizer
         super().__init__(url, torch.float32)
-        try:
+        with self.reading("something other than the tokens of a conversation"):
             body = {"model": self._model, "messages": PROBE, "add_generation_prompt": True}
             prompt = list(map(int, self._request("POST", "/tokenize", body)["tokens"]))
-        except (TypeError, LookupError, ValueError):
-            raise self.wrong("something other than the tokens of a conversation") from None
         check_same_prompt(f"--teacher-url {url}", prompt, policy, has_prefix)
 
     def _check(self, dtype: torch.dtype) -> None:
@@ -70,14 +68,12 @@ class TeacherServer(VLLM):
         # one more token is sampled, because the server samples at least one; nobody reads it
         body = {"model": self._model, "prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
         answer = await self._ask("POST", "/v1/completions", body)
-        try:
+        with self.reading("something other than log-probs of a prompt"):
             (choice,) = answer["choices"]
             found = choice["prompt_logprobs"]
             if len(found) != len(ids):
                 raise self.wrong(f"{len(found)} log-probs for a row of {len(ids)} tokens")
             return [self._read(i, entry) for i, entry in zip(ids[1:], found[1:], strict=True)]
-        except (TypeError, LookupError, ValueError, AttributeError):
-            raise self.wrong("something other than log-probs of a prompt") from None
 
     def _read(self, i: int, entry: dict[str, dict]) -> float:
         """The log-prob of token `i` in the answer for its position."""

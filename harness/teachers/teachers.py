@@ -17,8 +17,7 @@ from harness.base.config import InputPath, ModelConfig, OfTeacher, RunConfig, sh
 from harness.base.terminal import say
 from harness.models.loading import load_policy
 from harness.models.pretrained import PROBE
-from harness.task.fitting import check_context
-from harness.task.task import Task
+from harness.task.task import Task, check_context
 from harness.teachers.agreement import check_same_prompt, check_same_tokens
 
 Teacher = Callable[[Experience], torch.Tensor]  # its log-probs (B, T-1) of the action tokens, in nats

@@ -25,7 +25,7 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.logs.statistics import UpdateStatistics
-from harness.processes.data_parallel import DataParallel
+from harness.processes.training import DataParallel
 
 VOCAB, ROWS, STEPS = 24, 24, 2
 # Groups of 6 are split by ranks of 8 rows

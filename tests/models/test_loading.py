@@ -38,7 +38,7 @@ from harness.base.config import TINY_POLICY, PolicyConfig
 from harness.data.rows import Row, placed
 from harness.models.context import LONGEST, check_prompts, context_length
 from harness.models.loading import load_policy, make_reference
-from harness.task.fitting import check_context
+from harness.task.task import check_context
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
