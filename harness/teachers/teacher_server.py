@@ -15,7 +15,6 @@ from common.policy import Policy
 from harness.engines.engine import raise_together
 from harness.engines.vllm import VLLM
 from harness.models.pretrained import PROBE
-from harness.teachers.agreement import check_same_prompt
 
 MOST_REQUESTS = 64  # at the same time, one per row
 
@@ -26,7 +25,7 @@ class TeacherServer(VLLM):
     A request holds the ids of one row. Every token of the answer is compared with the policy's, id and text.
     """
 
-    def __init__(self, url: str, policy: Policy, has_prefix: bool = False):
+    def __init__(self, url: str, policy: Policy):
         if policy.temperature != 1:
             raise UserError(
                 f"--temperature {policy.temperature:g}: a server computes the log-probs of a prompt at temperature 1, "
@@ -36,8 +35,7 @@ class TeacherServer(VLLM):
         super().__init__(url, torch.float32)
         with self.reading("something other than the tokens of a conversation"):
             body = {"model": self._model, "messages": PROBE, "add_generation_prompt": True}
-            prompt = list(map(int, self._request("POST", "/tokenize", body)["tokens"]))
-        check_same_prompt(f"--teacher-url {url}", prompt, policy, has_prefix)
+            self.prompt = list(map(int, self._request("POST", "/tokenize", body)["tokens"]))  # as the teacher reads it
 
     def _check(self, dtype: torch.dtype) -> None:
         self.find_model("the teacher")

@@ -14,11 +14,10 @@ from common.policy import Policy
 
 from harness.base.checks import check_model
 from harness.base.config import InputPath, ModelConfig, OfTeacher, RunConfig, shown
-from harness.base.terminal import say
+from harness.base.terminal import say, short
 from harness.models.loading import load_policy
 from harness.models.pretrained import PROBE
 from harness.task.task import Task, check_context
-from harness.teachers.agreement import check_same_prompt, check_same_tokens
 
 Teacher = Callable[[Experience], torch.Tensor]  # its log-probs (B, T-1) of the action tokens, in nats
 
@@ -39,7 +38,9 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
     if config.teacher_url is not None:
         from harness.teachers.teacher_server import TeacherServer  # not at the top: most runs have no server
 
-        return TeacherServer(config.teacher_url, policy, bool(config.completion_prefix))
+        server = TeacherServer(config.teacher_url, policy)
+        check_same_prompt(f"--teacher-url {config.teacher_url}", server.prompt, policy, bool(config.completion_prefix))
+        return server
     given = f"--teacher {shown(config.teacher)}"
     same = {name: getattr(config, name) for name in ("chat_template", "device", "dtype", "attn_implementation")}
     of_teacher = ModelConfig(model=config.teacher, **same)
@@ -54,3 +55,27 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
     check_context(config, task, teacher)
     say(f"{given} is the teacher: {sum(weight.numel() for weight in teacher.model.parameters()):,} parameters")
     return partial(token_log_probs, teacher, micro_batch_size=config.micro_batch)
+
+
+def check_same_tokens(given: str, vocabulary: dict[str, int], own: dict[str, int]) -> None:
+    """Refuse another tokenizer, by the first id that stands for another token: an id is all that the teacher gets."""
+    tokens, own_tokens = ({i: token for token, i in ids.items()} for ids in (vocabulary, own))
+    for i in sorted(tokens.keys() | own_tokens.keys()):
+        if tokens.get(i) != own_tokens.get(i):
+            raise UserError(
+                f"{given} has another tokenizer than --model: token {i} is {short(tokens.get(i))} to the teacher, and "
+                f"{short(own_tokens.get(i))} to the policy; a teacher scores the policy's own tokens"
+            )
+
+
+def check_same_prompt(given: str, prompt: list[int], policy: Policy, has_prefix: bool) -> None:
+    """Refuse another chat template: the teacher would read prompts of a kind that it has never seen."""
+    own = encode_prompt(policy.tokenizer, PROBE)
+    if has_prefix:  # --completion-prefix, which the policy's prompts end with
+        own = own[: len(prompt)]
+    if own != prompt:
+        theirs, ours = (short(policy.tokenizer.decode(ids)) for ids in (prompt, own))
+        raise UserError(
+            f"{given} has another chat template than --model: it begins a question with {theirs}, the policy with "
+            f"{ours}; give both the same one with --chat-template FILE"
+        )

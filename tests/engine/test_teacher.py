@@ -16,6 +16,7 @@ from common.logprobs import token_log_probs
 from common.sampling import sample
 
 from harness.teachers.teacher_server import TeacherServer
+from harness.teachers.teachers import TeacherConfig, load_teacher
 
 SHORT = "--steps 3 --prompts-per-step 2 --group-size 2 --max-new-tokens 24 --eval-prompts 3 --device cpu --eval-every 0"
 
@@ -103,7 +104,7 @@ def test_a_server_with_another_template_is_refused(stand_in, policy, monkeypatch
     template = server.engine.tokenizer.chat_template.replace("<|im_start|>user", "<|im_start|>tool")
     monkeypatch.setattr(server.engine.tokenizer, "chat_template", template)
     with pytest.raises(UserError, match="has another chat template than --model"):
-        TeacherServer(server.url, policy)
+        load_teacher(TeacherConfig(teacher_url=server.url), None, policy)
 
 
 def test_a_program_that_is_no_teacher_is_refused(stand_in, policy):

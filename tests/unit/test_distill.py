@@ -14,7 +14,7 @@ from common.experience import collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
 
-from harness.teachers.agreement import check_same_tokens
+from harness.teachers.teachers import check_same_tokens
 
 SIZE = 8  # of the vocabulary; an answer has two tokens
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
@@ -114,6 +114,15 @@ def test_a_solution_that_earns_half_is_refused():
     task = own_task(reward=lambda row, text: {"correct": 0.5, "format": 1.0})
     with pytest.raises(UserError, match="no completion can be right"):
         try_solutions(task.scorer, [Row({"question": "1+1", "answer": "2"})])
+
+
+def test_a_judge_sees_no_system_turn():
+    """It is meant for the policy."""
+    asked = []
+    judge = SimpleNamespace(score=lambda prompts, texts: asked.extend(prompts) or [0.5] * len(texts))
+    scorer = Scorer(TaskFile(arithmetic, "arithmetic"), judge=judge, system_prompt="Be brief.")
+    assert scorer.reward_together([Row({"question": "1+1", "answer": "2"})], ["2"], []) == [{"preference": 0.5}]
+    assert [message["role"] for message in asked[0]] == ["user"]
 
 
 def test_a_component_without_weight_may_be_no_number(capsys):
