@@ -46,6 +46,7 @@ from harness.base.config import (
 from harness.base.files import replace_file
 from harness.base.machine import is_out_of_memory, out_of_memory
 from harness.base.ranks import num_launched
+from harness.base.signals import signals_to
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.benchmarks import SUITES
@@ -54,7 +55,6 @@ from harness.evaluation.session import default_directory, evaluate, locked
 from harness.evaluation.suite import parts, summary
 from harness.evaluation.tables import print_suite, print_table
 from harness.models.loading import load_policy
-from harness.run.signals import signals_to
 from harness.run.start import run_main
 
 

@@ -33,6 +33,7 @@ from common.errors import UserError
 from harness.base.checks import check_device, local_path
 from harness.base.config import BUNDLED, Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
 from harness.base.ranks import num_launched
+from harness.base.signals import signals_to
 from harness.base.terminal import printable, say
 from harness.cli.parse import parse_plain
 from harness.exporting.card import Card
@@ -50,7 +51,6 @@ from harness.exporting.writing import (
     written_answers,
 )
 from harness.models.loading import load_policy
-from harness.run.signals import signals_to
 from harness.run.start import NO_SPACE, run_main
 
 

@@ -83,8 +83,8 @@ def run_rank(tensor: int, folder: Path) -> None:
     from mesh import distribute, start_mesh
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from harness.base.signals import leave
     from harness.models.loading import make_reference
-    from harness.run.signals import leave
 
     data = int(os.environ["WORLD_SIZE"]) // tensor
     config = train.Config(

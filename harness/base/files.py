@@ -1,5 +1,6 @@
-"""Writing files: never half, and never a number that JSON lacks."""
+"""Writing files so that a kill cannot leave them half written, and reading rows that one has cut off."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -19,6 +20,17 @@ def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a run's JSONL file, up to a line that a kill cut off; none if there is no file."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
 
 
 def finite(value: object) -> object:

@@ -23,6 +23,7 @@ from harness.base import checks
 from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolve, shown
 from harness.base.flags import flag, group_fields, make_flags, read_marks, show_description, show_names
 from harness.base.ranks import num_launched
+from harness.base.signals import may_say_why
 from harness.base.terminal import printable, say
 
 # --help explains all flags of a program that has at most so many, else only the experiment's own
@@ -158,8 +159,6 @@ def _ask_tyro(flags: type, argv: Sequence[str]) -> object:
 @contextmanager
 def _told_once() -> Iterator[None]:
     """Let only one of several processes print the faults of a command line, which are the same for all."""
-    from harness.run.signals import may_say_why
-
     if num_launched() == 1:
         yield
         return

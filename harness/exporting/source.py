@@ -9,8 +9,8 @@ from common.errors import UserError
 
 from harness.base.checks import check_model, local_path
 from harness.base.config import ADAPTER_SETTINGS, ModelConfig, RunConfig, is_hub_id, resolve, shown
+from harness.base.files import read_lines
 from harness.base.terminal import printable
-from harness.logs.metrics import read_lines
 from harness.logs.summary import read_before
 from harness.run.checkpoints import BEFORE, METRICS
 from harness.run.settings import read_settings

@@ -1,22 +1,13 @@
-"""A run's numbers: the costs of a step, and the logs: metrics.jsonl, TensorBoard, and W&B if it is requested."""
+"""A run's numbers: metrics.jsonl, TensorBoard, W&B if it is requested, and the progress line."""
 
-import gzip
 import json
 import math
-import os
-import re
 import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
-from common.parallel import gather
-
-from harness.base.machine import peak_memory_bytes
 from harness.base.terminal import visible
 
 PROGRESS = {  # shown in the progress line if logged
@@ -29,108 +20,7 @@ PROGRESS = {  # shown in the progress line if logged
     "loss/total": "loss {:.4f}",
     "time/tokens_per_second": "{:,.0f} tokens/s",
 }
-
-
 SAMPLE_COLUMNS = ("question", "text", "return", "advantage", "finish_reason")  # of samples.jsonl, in W&B's table
-
-
-class StepClock:
-    """Measures a step from its beginning: the time by phase, and the part spent waiting for other processes."""
-
-    def __init__(self, device: str):
-        self._device = device
-        self.start()
-
-    def start(self) -> None:
-        self._began = self._lap_began = time.perf_counter()
-        self._waited = 0.0
-        self._laps: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap, or since the beginning of the step, towards this phase."""
-        if not self._device.startswith("cpu"):
-            torch.accelerator.synchronize()  # queued work belongs to this phase, too
-        now = time.perf_counter()
-        self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
-        self._lap_began = now
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time within the block as spent waiting for other processes."""
-        began = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - began
-
-    def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of the step and its phases (mean over processes), tokens per second, and the largest peak.
-
-        `num_tokens` are those of this process.
-        """
-        seconds = time.perf_counter() - self._began
-        own = (num_tokens, self._waited / seconds, self._laps, peak_memory_bytes(self._device))
-        tokens, shares, laps, peaks = zip(*gather(own), strict=True)
-        return {
-            "time/step": seconds,
-            **{f"time/{phase}": sum(times[phase] for times in laps) / len(laps) for phase in self._laps},
-            "time/tokens_per_second": sum(tokens) / seconds,
-            **({"time/waiting": sum(shares) / len(shares)} if any(shares) else {}),
-            "memory/peak_bytes": max(peaks),
-        }
-
-
-class StepTrace:
-    """Records every operation of some steps: trace.json.gz, which https://ui.perfetto.dev opens, with named phases.
-
-    A phase is known only when it ends, so that the recorded ranges get their names when the file is written.
-    """
-
-    def __init__(self, path: Path, tell: Callable[[str], None]):
-        self._path, self._tell = path, tell
-        self._profiler: torch.profiler.profile | None = None  # None: not recording
-        self._ranges: list[torch.profiler.record_function] = []  # open ones: the step and its phase
-        self._names: list[str] = []  # of the phases that have ended
-
-    def begin_step(self, step: int) -> None:
-        if self._profiler is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write its own stages into the progress line
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        self._enter(f"step {step}")
-        self._enter(f"phase {len(self._names)}.")
-
-    def lap(self, phase: str) -> None:
-        """The end of a phase, and the beginning of the next one."""
-        if self._ranges:
-            self._exit(phase)
-            self._enter(f"phase {len(self._names)}.")
-
-    def end_step(self) -> None:
-        self._exit("log, evaluate, checkpoint")
-        self._ranges.pop().__exit__(None, None, None)
-
-    def write(self) -> None:
-        """Stop recording, and write the file."""
-        if self._profiler is None:
-            return
-        while self._ranges:  # of a step that did not end
-            self._ranges.pop().__exit__(None, None, None)
-        self._profiler.stop()
-        partial = self._path.with_suffix(".partial")
-        self._profiler.export_chrome_trace(str(partial))
-        text = partial.read_text(encoding="utf-8")
-        partial.unlink()
-        text = re.sub(r'"phase (\d+)\."', lambda found: json.dumps([*self._names, "unfinished"][int(found[1])]), text)
-        self._path.write_bytes(gzip.compress(text.encode(), compresslevel=6))
-        self._profiler = None
-        self._tell(f"profile: {self._path}, to be opened at https://ui.perfetto.dev")
-
-    def _enter(self, name: str) -> None:
-        self._ranges.append(torch.profiler.record_function(name))
-        self._ranges[-1].__enter__()
-
-    def _exit(self, phase: str) -> None:
-        self._ranges.pop().__exit__(None, None, None)
-        self._names.append(phase)
 
 
 class MetricsLog:
@@ -211,17 +101,6 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tu
     parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key not in hidden]
     parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
     return "  ".join([f"step {step}/{num_steps}", *parts])
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a run's JSONL file, up to a line that a kill cut off; none if there is no file."""
-    rows = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def shows_samples(step: int) -> bool:

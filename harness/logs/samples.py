@@ -12,10 +12,9 @@ from common.loss import masked_mean
 from common.parallel import data_size, gather_rows, part_of
 from common.trajectory import Trajectory
 
-from harness.base.files import finite
+from harness.base.files import finite, read_lines
 from harness.base.ranks import on_main
 from harness.base.terminal import POLICY, REWARD, TOOL, printable
-from harness.logs.metrics import read_lines
 from harness.logs.statistics import RowUpdate, UpdateStatistics
 from harness.task.task import Task
 

@@ -6,7 +6,6 @@ import os
 import warnings
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from common.chat import begin_completions, encode_prompt
 from common.errors import UserError
@@ -31,6 +30,7 @@ from harness.models.pretrained import (
     set_template,
     tokenizer_of,
 )
+from harness.processes.data_parallel import exclude_frozen
 
 
 def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool = False) -> Policy:
@@ -156,21 +156,6 @@ def make_reference(policy: Policy) -> Policy:
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
     return AdapterReference(policy)
-
-
-def exclude_frozen(policy: Policy) -> None:
-    """Keep DistributedDataParallel from sending frozen weights and buffers: every process loaded the same ones."""
-    frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
-    buffers = [name for name, _ in policy.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
-
-
-def in_8_bits(optimizer: torch.optim.AdamW) -> torch.optim.Optimizer:
-    """The same AdamW with its moments in 8 bits, in blocks of 256 (arXiv 2110.02861); small weights keep 32 bits."""
-    from bitsandbytes.optim import AdamW8bit
-
-    names = ("params", "lr", "betas", "eps", "weight_decay")
-    return AdamW8bit([{name: group[name] for name in names} for group in optimizer.param_groups])
 
 
 # Whether a model can be trained here ----------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from common.policy import Policy
 
 from harness.base.config import PolicyConfig
 from harness.base.ranks import together
-from harness.models.loading import exclude_frozen, in_8_bits
 from harness.processes import processes
+from harness.processes.data_parallel import exclude_frozen, in_8_bits
 
 QUANTISED = (
     "FSDP2 cannot shard quantised weights: use recipes/accelerate_configs/multi_gpu.yaml, with all of them on each GPU"
@@ -32,15 +32,14 @@ def start_accelerator(config: PolicyConfig) -> Accelerator:
     asked = processes.requested_launch()
     on_cpu, by_deepspeed = config.device == "cpu", asked.sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the old addresses; it accepts processes that are connected
-        processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
+        processes.meet(config.device)
     # With cpu=True Accelerate would ignore DeepSpeed, and without a backend it would ignore the other processes
     backend = "gloo" if on_cpu and by_deepspeed else None
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
     with processes.meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
-    processes.tell_missing_gpus(asked, accelerator.device.type == "cpu", accelerator.num_processes)
     with together():
-        processes.check_launch(accelerator)
+        processes.check_launch(asked, accelerator)
         optimizer = getattr(config, "optimizer", "adamw")
         if optimizer != "adamw" and asked.sharding is not None:
             raise UserError(f"--optimizer {optimizer} needs whole weights: use a configuration without sharding")

@@ -20,8 +20,8 @@ from common.parallel import data_size
 
 from harness.base.config import ConfigT, PolicyConfig, RunConfig
 from harness.base.ranks import num_launched, together
+from harness.base.signals import leave
 from harness.base.terminal import say
-from harness.run.signals import leave
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # only sharded launches and experiment_accelerate need it
@@ -44,16 +44,15 @@ def join(config: PolicyConfig) -> None:
     if distributed.is_initialized():
         return
     if num_launched() > 1:
-        _meet(config, "cpu:gloo,cuda:nccl")
-    asked, on_cpu = requested_launch(), config.device == "cpu"
-    tell_missing_gpus(asked, on_cpu, num_launched())
+        meet(config.device)
+    asked = requested_launch()
     with together():
         if asked.sharding == "deepspeed":
             raise UserError(
                 "DeepSpeed takes its optimizer step in a backward of its own: use experiment_accelerate/train.py, or "
                 f"FSDP2 ({FILES['fsdp']})"
             )
-        check_request(asked, num_launched(), on_cpu, told_precision())
+        check_request(asked, num_launched(), config.device == "cpu")
         check_parts(config)
 
 
@@ -72,24 +71,17 @@ def agreed(function: Callable[Concatenate[ConfigT, P], T]) -> Callable[Concatena
 
 def start_processes(config: RunConfig) -> None:
     """Connect to the other processes, or run as a single one, in an experiment that synchronises them by itself."""
-    _meet(config, "nccl")
-    asked, on_cpu = requested_launch(), config.device == "cpu"
+    meet(config.device, "nccl")
+    asked = requested_launch()
     with together():
         if asked.sharding is not None:
             used = "experiment_accelerate" if asked.sharding == "deepspeed" else "experiment_base"
             raise UserError(f"{SHARDED[asked.sharding]} was asked for, and is not used here: start {used}")
-        check_request(asked, num_launched(), on_cpu, told_precision())
+        check_request(asked, num_launched(), config.device == "cpu")
         if config.optimizer != "adamw":
             raise UserError(f"--optimizer {config.optimizer} is not for an experiment that divides its work by itself")
         rows = config.prompts_per_step * config.group_size
         check_divides("--prompts-per-step times --group-size", rows, "rows", config)
-
-
-def _meet(config: PolicyConfig, backend: str) -> None:
-    on_cuda = torch.device(config.device).type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(torch.device(config.device).index or 0)
-    meet(backend if on_cuda else "gloo")
 
 
 def told_precision() -> str:
@@ -134,11 +126,13 @@ def check_divides(name: str, count: int, what: str, config: PolicyConfig | None 
         )
 
 
-def meet(backend: str) -> None:
-    """Start the process group that ranks communicate through, even for a single process."""
+def meet(name: str, backend: str = "cpu:gloo,cuda:nccl") -> None:
+    """Start the process group of ranks on this device, even for a single one; without CUDA through gloo."""
     if distributed.is_initialized():
         return
-    place = {}
+    place, device = {}, torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     if num_launched() == 1:
         place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     elif num_restarts():  # torchrun's store can still hold the addresses of processes that have ended
@@ -148,6 +142,7 @@ def meet(backend: str) -> None:
         store = distributed.PrefixStore(f"restart {num_restarts()}", store)
         place = {"store": store, "rank": rank, "world_size": num_launched()}
     with meeting():
+        backend = backend if device.type == "cuda" else "gloo"
         distributed.init_process_group(backend, timeout=PATIENCE, **place)
 
 
@@ -189,6 +184,7 @@ class Requested(NamedTuple):
     sharding: str | None  # "fsdp" or "deepspeed"; None: not requested
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps
     on_gpus: bool = False  # whether several GPUs were requested
+    precision: str = "no"  # Accelerate's mixed_precision
 
 
 def requested_launch() -> Requested:
@@ -209,21 +205,19 @@ def requested_launch() -> Requested:
                 sharding += [name for name, kind in SHARDED.items() if config.distributed_type == kind]
         processes = max(processes, asked)
         accumulation = max(accumulation, args.gradient_accumulation_steps or 1)
-    return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus)
+    return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus, told_precision())
 
 
-def tell_missing_gpus(asked: Requested, on_cpu: bool, got: int) -> None:
+def check_request(asked: Requested, got: int, on_cpu: bool) -> None:
+    """Refuse what training does not support, or another number of processes; with the same result on every rank."""
     if asked.on_gpus and on_cpu:
         say(f"GPUs were asked for and none is used: training runs on the CPU, processes: {got}")
-
-
-def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str, accumulation: int = 1) -> None:
-    """Refuse what training does not support, or another number of processes; with the same result on every rank."""
-    if mixed_precision not in ("no", "bf16"):
-        raise UserError(f"mixed_precision {mixed_precision} is not supported: set bf16, or no, {WHERE}")
-    if (steps := max(asked.accumulation, accumulation)) > 1:
+    if asked.precision not in ("no", "bf16"):
+        raise UserError(f"mixed_precision {asked.precision} is not supported: set bf16, or no, {WHERE}")
+    if asked.accumulation > 1:
         raise UserError(
-            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and use --micro-batch-size"
+            f"gradient_accumulation_steps {asked.accumulation} is not supported: set 1 {WHERE}, and use "
+            "--micro-batch-size"
         )
     if (wanted := asked.num_processes or got) != got:
         count = f"{wanted} process{'es' if wanted > 1 else ''}"
@@ -233,9 +227,9 @@ def check_request(asked: Requested, got: int, on_cpu: bool, mixed_precision: str
         raise UserError(f"{count} were asked for, but Accelerate started {got}{alone}: {remedy}")
 
 
-def check_launch(accelerator: "Accelerator") -> None:
+def check_launch(asked: Requested, accelerator: "Accelerator") -> None:
     """`check_request`, and refuse sharding other than what was asked for; with the same result on every rank."""
-    asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
+    got, script = accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if asked.sharding and kind != SHARDED[asked.sharding]:
         wanted = asked.num_processes or got
@@ -249,9 +243,10 @@ def check_launch(accelerator: "Accelerator") -> None:
         raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
     plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number, or "auto"
     by_deepspeed = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
-    steps = [accelerator.gradient_accumulation_steps, by_deepspeed]
+    steps = [asked.accumulation, accelerator.gradient_accumulation_steps, by_deepspeed]
     accumulation = max(number for number in steps if isinstance(number, int))
-    check_request(asked, got, on_cpu, accelerator.mixed_precision, accumulation)
+    asked = asked._replace(accumulation=accumulation, precision=accelerator.mixed_precision)
+    check_request(asked, got, on_cpu)
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill: written under another name, flushed to disk, then renamed.
+"""What a run keeps of its policy. Checkpoints survive a kill: written under another name, flushed, then renamed.
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      critic.safetensors the trained weights of its critic, if it has one
@@ -12,6 +12,7 @@ Random number generators have no state to save: randomness is keyed by step (key
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +22,11 @@ from common.errors import UserError
 from common.parallel import gather, world_size
 from common.policy import Policy
 
-from harness.base.files import flush_to_disk
+from harness.base.config import DTYPES, PolicyConfig
+from harness.base.files import flush_to_disk, read_lines
 from harness.base.ranks import has_lost_others, on_main
-from harness.base.terminal import say
-from harness.logs.metrics import read_lines
-from harness.models.saving import load_weights, save_policy
+from harness.base.terminal import printable, say
+from harness.models.saving import load_weights, save_base, save_merged, save_policy
 
 MANIFEST = "checkpoint.json"
 METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"
@@ -39,34 +40,129 @@ class Checkpoint(NamedTuple):
     logs: dict[str, int]  # sizes of the run's logs when it was written
 
 
-def write_checkpoint(
-    run: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int, accelerator=None
-) -> None:
-    """Write `checkpoints/step_<step>`, completely or not at all, and keep the newest `keep`; all processes call it."""
-    from safetensors import SafetensorError
+class Checkpoints:
+    """Keeps the policy of the run in a directory: checkpoints/ to resume from, best/ and final/ to use.
 
-    directory = run / "checkpoints"
-    target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
-    try:
-        on_main(lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)))
-        if accelerator is None:
-            save_policy(policy, partial)
-            on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
-        else:
-            accelerator.save_state(str(partial))
-            gather(None)  # wait until all processes have written their part
-        on_main(lambda: _complete(run, partial, target, step))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
-        if has_lost_others(error):
-            raise
-        shutil.rmtree(partial, ignore_errors=True)
-        finished = _finished(directory)
-        newest = f"The last complete one is of step {finished[0][0]}" if finished else "There is no earlier one"
-        raise UserError(
-            f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? {newest}"
-        ) from error
-    old = [*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")]
-    on_main(lambda: [shutil.rmtree(path) for path in old])
+    `history`: the metrics of a resumed run. `accelerator` writes and reads checkpoints in which each process has its
+    shard; None: each process has all weights.
+    """
+
+    def __init__(
+        self, run: Path, config: PolicyConfig, history: tuple[dict, ...], tell: Callable[[str], None], accelerator=None
+    ):
+        self._run, self._config, self._tell, self._accelerator = run, config, tell, accelerator
+        self.best = _best_of(history, getattr(config, "keep_best", None))
+        # The results of the newest complete step, as long as nothing has changed them
+        self._newest: tuple[int, Policy, torch.optim.Optimizer] | None = None
+
+    def restore(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+        """Read the checkpoint of a step, if it is not 0, into policy and optimizer, with the accelerator if given."""
+        self._accelerator = accelerator or self._accelerator
+        if step:
+            self._read(self._run / "checkpoints" / f"step_{step}", policy, optimizer)
+
+    def add(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, metrics: dict[str, float]) -> None:
+        """A step is complete: it can be written, and is kept in best/ if its metrics are the best so far."""
+        self._keep_best(step, policy, metrics)
+        self._newest = (step, policy, optimizer)
+
+    def begin_update(self) -> None:
+        """From now on the policy is between two steps."""
+        self._newest = None
+
+    def _keep_best(self, step: int, policy: Policy, metrics: dict[str, float]) -> None:
+        """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""
+        name = getattr(self._config, "keep_best", None)
+        if name is None or (every := self._config.eval_every) == 0 or step % every:
+            return
+        if (value := metrics.get(name)) is None:
+            if step == every:
+                self._tell(
+                    f"--keep-best {printable(name, 60)}: step {step} has no such metric; metrics.jsonl has all names"
+                )
+            return
+        if self.best is not None and value <= self.best["value"]:
+            return
+        self.best = {"step": step, "metric": name, "value": value}
+        best, partial = self._run / "best", self._run / "best.partial"
+        on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        self._save(policy, partial)
+        on_main(lambda: (shutil.rmtree(best, ignore_errors=True), partial.rename(best)))
+        self._tell(f"step {step}: {name} {value:.4g} is the highest so far: kept in {best}")
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        every = self._config.checkpoint_every
+        return bool(every) and (step % every == 0 or is_last)
+
+    def write(self) -> None:
+        """Write a checkpoint of the newest complete step, completely or not at all; all processes call it.
+
+        Nothing is written if there is no such step, or if it has a checkpoint. The newest --keep-checkpoints stay.
+        """
+        if self._newest is None:
+            return
+        from safetensors import SafetensorError
+
+        step, policy, optimizer = self._newest
+        directory = self._run / "checkpoints"
+        target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
+        on_main(lambda: save_base(self._config, policy, self._run / "base"))
+        try:
+            on_main(lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)))
+            if self._accelerator is None:
+                save_policy(policy, partial)
+                on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
+            else:
+                self._accelerator.save_state(str(partial))
+                gather(None)  # wait until all processes have written their part
+            on_main(lambda: _complete(self._run, partial, target, step))
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
+            if has_lost_others(error):
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+            finished = _finished(directory)
+            newest = f"The last complete one is of step {finished[0][0]}" if finished else "There is no earlier one"
+            raise UserError(
+                f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
+                f"{newest}"
+            ) from error
+        old = [path for _, path in _finished(directory)[self._config.keep_checkpoints :]]
+        old += directory.glob("step_*.partial")
+        on_main(lambda: [shutil.rmtree(path) for path in old])
+        self._newest = None
+
+    def save_final(self, policy: Policy) -> Path:
+        """Write final/, and what --save-merged asks for."""
+        path, dtype = self._run / "final", DTYPES[self._config.dtype]
+        self._save(policy, path)
+        if self._config.save_merged:
+            on_main(lambda: save_merged(path, self._run / "final_merged", policy.tokenizer, dtype))
+        return path
+
+    def _save(self, policy: Policy, path: Path) -> None:
+        on_main(lambda: save_base(self._config, policy, self._run / "base"))
+        save_policy(policy, path)
+
+    def _read(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+        """Read a checkpoint; Accelerate cannot always read files of another number of processes or shards."""
+        names = ("optimizer.pt", "optimizer.bin")  # the second one in older runs
+        states = [path / name for name in names if (path / name).exists()]
+        if self._accelerator is None and states:
+            load_weights(policy, path)
+            optimizer.load_state_dict(torch.load(states[0], weights_only=True, map_location=policy.device))
+            return
+        try:
+            if self._accelerator is None:
+                raise ValueError("it holds shards")
+            self._accelerator.load_state(str(path))
+        except Exception as error:  # DeepSpeed and torch's distributed checkpoints raise many kinds of errors
+            if has_lost_others(error):
+                raise
+            processes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["processes"]
+            raise UserError(
+                f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as many, "
+                f"and sharded in the same way, as those that wrote it ({processes})"
+            ) from error
 
 
 def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
@@ -122,28 +218,14 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
     return read_lines(run / METRICS)
 
 
-def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-    """Restore policy and optimizer; Accelerate cannot always read files of another number of processes or shards."""
-    states = [path / name for name in ("optimizer.pt", "optimizer.bin") if (path / name).exists()]  # .bin: older runs
-    if accelerator is None and states:
-        load_weights(policy, path)
-        optimizer.load_state_dict(torch.load(states[0], weights_only=True, map_location=policy.device))
-        return
-    try:
-        if accelerator is None:
-            raise ValueError("it holds shards")
-        accelerator.load_state(str(path))
-    except Exception as error:  # DeepSpeed and torch's distributed checkpoints raise many kinds of errors
-        if has_lost_others(error):
-            raise
-        processes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["processes"]
-        raise UserError(
-            f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as many, and "
-            f"sharded in the same way, as those that wrote it ({processes})"
-        ) from error
-
-
 def _finished(directory: Path) -> list[tuple[int, Path]]:
     """Step and path of every finished checkpoint, newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
+
+
+def _best_of(history: tuple[dict, ...], metric: str | None) -> dict | None:
+    """The first of the steps with the highest value of a metric, which best/ holds; None if no step has it."""
+    steps = [row for row in history if metric in row and "time/step" in row]  # not the evaluations before and after
+    best = max(steps, key=lambda row: row[metric], default=None)
+    return None if best is None else {"step": best["step"], "metric": metric, "value": best[metric]}

@@ -30,6 +30,7 @@ BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # files that a kill can leave b
 class RunDirectory(NamedTuple):
     path: Path
     lock: FileLock | None  # None: the main process, which is another one, holds it
+    machine: dict  # as described at the start: the checkout may change later
     step: int = 0  # of the checkpoint that the run continues from; 0: there is none
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
     num_steps: int | None = None  # its --steps until now
@@ -66,7 +67,7 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
         shown = [f"{name}={value}" for name, value, default in values if value or (default and value != default)]
         if shown:
             say(f"  {group:15}" + "  ".join(shown))
-    return RunDirectory(directory, lock)
+    return RunDirectory(directory, lock, machine)
 
 
 def _is_new(directory: Path) -> bool:
@@ -102,7 +103,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
     if name != experiment:
         say(f"{name} is now {train_file(name)}, and its new runs go to {shown(config.runs_dir)}/{experiment}/")
     say(f"resuming {directory} " + (f"after step {step}{end}" if step else "from the start: it has no checkpoint"))
-    return RunDirectory(directory, lock, step, tuple(history), num_steps)
+    return RunDirectory(directory, lock, machine, step, tuple(history), num_steps)
 
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:

@@ -15,14 +15,13 @@ from torch import distributed
 from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
-from harness.base import ranks
+from harness.base import ranks, signals
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
 from harness.base.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.order import num_steps
-from harness.processes.processes import join, requested_launch
-from harness.run import signals
+from harness.processes.training import connect
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.run import Run
 from harness.run.settings import (
@@ -97,13 +96,7 @@ def start_run(
 
     `searched`: see `search_sources`; `accelerator`: of an experiment that has connected its processes itself.
     """
-    is_sharded = requested_launch().sharding is not None
-    if accelerator is None:
-        join(config)
-        if is_sharded:
-            from harness.processes.accelerator import start_accelerator  # not at the top: it takes two seconds
-
-            accelerator = start_accelerator(config)
+    accelerator = connect(config, accelerator)
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.run.estimate import estimate  # not at the top: it imports much
@@ -114,9 +107,7 @@ def start_run(
     if hasattr(config, "steps") and config.epochs is not None:
         steps = num_steps(config, len(task.train_rows))
         config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
-    run = _open_run(experiment_of(config), config, task, searched or {})
-    run.steps_of_epochs = steps
-    run.accelerator = accelerator if is_sharded else None
+    run = Run(_open_directory(config, task, searched or {}), config, task, steps, accelerator)
     with signals.signals_to(run.request_stop):
         try:
             if config.watch and is_main():
@@ -128,16 +119,17 @@ def start_run(
                 raise
             raise told from error
         finally:
-            run.close()
+            run.contexts.close()
 
 
 def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:
     """The message for an error that ends a run, with the command that resumes it; otherwise the error itself."""
     from safetensors import SafetensorError
 
-    resume = f"resume with: {run.resume_command}"
+    request = run.stopping.request
+    resume = f"resume with: {request.resume_command}"
     # an interrupt can become an error of another kind, for example during an import
-    if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
+    if isinstance(error, KeyboardInterrupt) or request.is_interrupted:
         page = f"\nits page so far: python -m viewer {shlex.quote(str(run.directory))}" if run.newest else ""
         return KeyboardInterrupt(f"interrupted; {resume}{page}")
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
@@ -146,7 +138,7 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     if ranks.has_lost_others(error):
         return UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else ""))
     if is_out_of_memory(error):
-        return out_of_memory(config, error, run.resume_command if is_kept else None)
+        return out_of_memory(config, error, request.resume_command if is_kept else None)
     if isinstance(error, EngineError) and is_kept:
         run.keep_progress()
         return UserError(f"{error}; when the engine can be used again, {resume}")
@@ -160,8 +152,8 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
     return error
 
 
-def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
-    """The run; the main process makes its directory, or takes it back to its checkpoint."""
+def _open_directory(config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> RunDirectory:
+    """The run's directory, which the main process makes, or takes back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size(), "script": script_of(config)}
     with ranks.together():
         sources = describe_sources(config, task) | searched
@@ -170,8 +162,9 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched
     opened = []
 
     def open_directory() -> RunDirectory:
-        opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
+        opening = open_resumed_run if config.resume else make_directory
+        opened.append(opening(experiment_of(config), config, machine, sources))
         return opened[0]._replace(lock=None)  # a lock cannot be sent to other processes
 
     directory = ranks.on_main(open_directory)
-    return Run(opened[0] if opened else directory, config, task, machine)
+    return opened[0] if opened else directory

@@ -86,8 +86,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
     """Run all steps, or the steps that a resumed run has left."""
     # one weight after the other (foreach=False): not all of them are divided along the same dimensions
     optimizer = torch.optim.AdamW(policy.parameters(), config.lr, weight_decay=config.weight_decay, foreach=False)
-    run.accelerator = DistributedCheckpoint(policy, optimizer)
-    run.restore(policy, optimizer)
+    run.restore(policy, optimizer, DistributedCheckpoint(policy, optimizer))
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step, sample)

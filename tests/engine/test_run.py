@@ -25,8 +25,8 @@ from tasks.arithmetic import EVAL_DATA
 from harness.base.config import TINY_POLICY, RunConfig
 from harness.engines.engine import Engine
 from harness.models.loading import load_policy
-from harness.run.signals import StopRequest
 from harness.run.start import run_main
+from harness.run.stopping import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scale/engine" / "train.py"

@@ -6,12 +6,12 @@ from accelerate import Accelerator
 
 from common.errors import UserError
 
-from harness.processes.processes import check_launch
+from harness.processes.processes import check_launch, requested_launch
 
 # write instead of print, which adds the line end separately: two processes share the output
 accelerator = Accelerator(cpu="--not-on-cpu" not in sys.argv)  # with cpu=False, processes without a GPU do not connect
 try:
-    check_launch(accelerator)
+    check_launch(requested_launch(), accelerator)
 except UserError as error:
     sys.stderr.write(f"error: {error}\n")
     sys.exit(2)

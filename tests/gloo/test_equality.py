@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.logs.statistics import UpdateStatistics
-from harness.run.run import Run
+from harness.processes.training import DataParallel
 
 VOCAB, ROWS, STEPS = 24, 24, 2
 # Groups of 6 are split by ranks of 8 rows
@@ -207,8 +207,7 @@ def main(path: str) -> None:
     accelerator = Accelerator(cpu=True)
 
     def by_the_run(policy: Policy, optimizer: torch.optim.Optimizer) -> tuple:
-        run = SimpleNamespace(accelerator=None, config=SimpleNamespace(optimizer="adamw"))
-        return Run.prepare(run, policy, optimizer)
+        return DataParallel("adamw").prepare(policy, optimizer)
 
     def by_accelerate(policy: Policy, optimizer: torch.optim.Optimizer) -> tuple:
         return accelerator, *accelerator.prepare(policy, optimizer)

@@ -38,9 +38,8 @@ def test_what_is_not_what_was_asked_for_is_refused(monkeypatch, asked, got, sent
     usual = {"num_processes": 2, "distributed_type": DistributedType.MULTI_CPU, "mixed_precision": "no", "state": state}
     usual |= {"device": SimpleNamespace(type="cpu"), "gradient_accumulation_steps": 1}
     monkeypatch.setattr(sys, "argv", [SCRIPT])
-    monkeypatch.setattr(processes, "requested_launch", lambda: asked)
     with pytest.raises(UserError, match=f"^{sentence}"):
-        check_launch(SimpleNamespace(**usual | got))
+        check_launch(asked, SimpleNamespace(**usual | got))
 
 
 @pytest.mark.parametrize(("name", "on_gpus"), [("multi_gpu", True), ("multi_node", True), ("single_cpu", False)])

@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.parallel import gather, is_main
 
 from harness.base.ranks import EndedElsewhereError
-from harness.run.signals import leave
+from harness.base.signals import leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 

@@ -12,7 +12,7 @@ from common.chat import decode
 from common.policy import Policy
 from tasks import arithmetic
 
-from harness.logs.metrics import read_lines
+from harness.base.files import read_lines
 
 WAYS = {  # of training: the model, the flags, and how much sampling and training log-probs may differ
     "float32, eager": ("llama", ("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),

@@ -19,7 +19,8 @@ from tasks import arithmetic
 from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import RunConfig
-from harness.logs.metrics import MetricsLog, StepTrace
+from harness.logs.clock import StepTrace
+from harness.logs.metrics import MetricsLog
 from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
@@ -231,7 +232,7 @@ def test_a_run_without_tensorboard_says_so_and_goes_on(tmp_path, monkeypatch):
 def test_a_step_that_does_not_end_is_in_the_trace(tmp_path, capfd):
     """As after Ctrl-C. The profiler itself prints nothing."""
     told: list[str] = []
-    trace = StepTrace(tmp_path / "trace.json.gz", told.append)
+    trace = StepTrace(tmp_path / "trace.json.gz", range(2, 3), told.append)
     trace.begin_step(2)
     trace.lap("sample")
     torch.ones(2) + 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness.run.run
+import harness.run.stopping
 from harness.base.config import RunConfig
 from harness.models.loading import load_policy
 from harness.run.start import start_run
@@ -70,20 +70,20 @@ def test_a_step_is_finished_and_all_else_ends_at_once(events, moment, times, las
 
 def test_a_ctrl_c_that_comes_while_a_sentence_is_printed_is_not_lost(load_script, tmp_path, monkeypatch):
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine", threads=1)
-    say = harness.run.run.say_above_progress
+    say = harness.run.stopping.say_above_progress
 
     def say_and_interrupt(sentence: str) -> bool:
         if sentence == "an example":
             signal.raise_signal(signal.SIGINT)
         return say(sentence)
 
-    monkeypatch.setattr(harness.run.run, "say_above_progress", say_and_interrupt)
+    monkeypatch.setattr(harness.run.stopping, "say_above_progress", say_and_interrupt)
 
     def train() -> None:
         with start_run(config) as run:
             for _ in run.steps(3):
-                run.tell("an example")
-                assert run.stop.agree()
+                run.stopping.request.tell("an example")
+                assert run.stopping.request.agree()
 
     with pytest.raises(KeyboardInterrupt):
         train()

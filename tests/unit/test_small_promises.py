@@ -22,7 +22,7 @@ from harness.evaluation.figures import Answer, Answers
 from harness.evaluation.session import results_of
 from harness.exporting.source import Source
 from harness.exporting.writing import write_generation_config
-from harness.logs import metrics
+from harness.logs import clock as step_clock
 from harness.logs.samples import describe_best
 from harness.models.loading import load_policy
 from harness.search.documents import Document, read_corpus
@@ -154,8 +154,8 @@ def test_the_completions_that_are_printed_are_the_best_and_the_worst_of_their_gr
 
 def test_costs_are_of_all_processes(monkeypatch):
     """Memory comes from the process that needs most, and tokens are divided by seconds."""
-    monkeypatch.setattr(metrics, "gather", lambda own: [own, (60, 0.5, {}, 2**50)])
-    clock = metrics.StepClock("cpu")
+    monkeypatch.setattr(step_clock, "gather", lambda own: [own, (60, 0.5, {}, 2**50)])
+    clock = step_clock.StepClock("cpu")
     clock._began -= 10
     costs = clock.costs(num_tokens=40)
     assert costs["memory/peak_bytes"] == 2**50

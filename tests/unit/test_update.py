@@ -19,7 +19,7 @@ from common.sampling import sample
 from common.trajectory import Trajectory
 
 from harness.base.config import RunConfig
-from harness.logs.metrics import StepClock
+from harness.logs.clock import StepClock
 from harness.logs.samples import TokenTexts, write_samples
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy
@@ -260,8 +260,8 @@ def test_lengths_of_right_and_wrong_completions_are_told_apart(rows, right, wron
 def test_costs_are_those_of_all_processes(monkeypatch, others):
     """The largest memory, the mean share of waiting, and mean seconds by phase, with a second process."""
     own = []
-    monkeypatch.setattr("harness.logs.metrics.gather", lambda values: own.append(values) or [values, others])
-    monkeypatch.setattr("harness.logs.metrics.peak_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("harness.logs.clock.gather", lambda values: own.append(values) or [values, others])
+    monkeypatch.setattr("harness.logs.clock.peak_memory_bytes", lambda device: 1000)
     clock = StepClock("cpu")
     with clock.waiting():
         time.sleep(0.01)

@@ -15,13 +15,10 @@ from typing import NoReturn
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
-from common.parallel import gather_all, rank
+from common.parallel import rank
 
 from harness.base.ranks import num_launched
 
-SAME_CTRL_C = 2.0  # signals to several processes within so many seconds count as one
-# torchrun kills a process so many seconds after asking it to end; its option --shutdown-timeout is not visible here
-GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 HEAD_START = 3.0  # seconds for the main process, which often finds the same error and reports it best
 LONGEST_END = 20.0  # seconds for a main process with an error: it may have files to close
 # A new key after torchrun restarted the processes: its store is still the same
@@ -40,38 +37,6 @@ def signals_to(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-class StopRequest:
-    """Whether somebody asked the run to stop, in this process or in any other. `tell` prints a sentence."""
-
-    def __init__(self, tell: Callable[[str], None], resume_command: str):
-        self._tell, self._resume_command = tell, resume_command
-        self._received_at = -SAME_CTRL_C
-        self.is_made = False
-        self.is_agreed = False  # by all processes
-        self.is_interrupted = False  # stopped at once, not at the end of a step
-
-    def agree(self) -> bool:
-        """Whether any process was asked to stop; all call it together."""
-        self.is_agreed = any(gather_all(self.is_made))
-        return self.is_agreed
-
-    def receive(self, is_in_step: bool) -> None:
-        """Handle a signal: in a step, finish it and write a checkpoint; elsewhere, or a second time, stop now."""
-        now = time.monotonic()
-        if num_launched() > 1 and now < self._received_at + SAME_CTRL_C:
-            return  # the terminal signals every process, and then torchrun passes on its own signal
-        self._received_at = now
-        if not is_in_step or self.is_made:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        self.is_made = True
-        sentence = "stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)"
-        if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which uses torchrun
-            sentence += f"; the launcher kills a step that takes longer than {GRACE:g} s: then resume with: "
-            sentence += self._resume_command
-        self._tell(sentence)
 
 
 def may_say_why(otherwise: bool = True) -> bool:
