@@ -94,7 +94,7 @@ def encode_chat(
     ids, mask, text = [], [], ""
     for index, piece in enumerate(_pieces(tokenizer, messages, tools, learned, tuple(end_of_turn_ids))):
         new = _encode(tokenizer, piece, before=text)
-        spoken = next(end for end, token in enumerate(new, 1) if token in end_of_turn_ids) if index else 0
+        spoken = next(end for end, i in enumerate(new, 1) if i in end_of_turn_ids) if index else 0
         ids += new
         mask += [1] * spoken + [0] * (len(new) - spoken)
         text += piece
@@ -267,7 +267,7 @@ def _end_of_turn(tokenizer, rendered: str, written: str, end_of_turn_ids: tuple[
 
 @functools.lru_cache
 def _ends(tokenizer, end_of_turn_ids: tuple[int, ...]) -> re.Pattern:
-    return re.compile("|".join(re.escape(tokenizer.decode([token])) for token in end_of_turn_ids))
+    return re.compile("|".join(re.escape(tokenizer.decode([i])) for i in end_of_turn_ids))
 
 
 def removes_thoughts(tokenizer) -> bool:
@@ -475,14 +475,14 @@ def _turn_markers(tokenizer) -> set[str]:
     Tokens that messages may spell are excluded: spaces, words, and pairs of tags, such as the <think> that a template
     opens an answer with and the </think> that it looks for. A tag around a question is a marker, though.
     """
-    added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
+    added = {i: entry.content for i, entry in tokenizer.added_tokens_decoder.items()}
 
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
         try:
             text = apply_template(tokenizer, messages, add_generation_prompt)
         except Exception:  # whatever a template raises: a run gets the error for its own messages
             return set()
-        return {added[token] for token in tokenizer.encode(text, add_special_tokens=False) if token in added}
+        return {added[i] for i in tokenizer.encode(text, add_special_tokens=False) if i in added}
 
     names = {text[2:] for text in added.values() if text.startswith("</")}
     tags = {start + name for name in names for start in ("<", "</")}

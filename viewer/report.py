@@ -96,7 +96,7 @@ def _page_data(run: Run, kept: Kept) -> str:
         "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
         "kinds": kinds_of_questions(run.metrics.rows),
         "comparesGroups": compares_groups(run.config),
-        "tokens": _token_texts(run.tokens.rows, kept.token_ids),
+        "tokenTexts": _token_texts(run.token_texts.rows, kept.token_ids),
         "steps": [
             {"step": step, "rows": kept.num_rows[step], "of": of, "prompts": kept.prompts.get(step, [])}
             for step in sorted(kept.num_rows)

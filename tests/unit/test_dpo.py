@@ -177,7 +177,7 @@ def test_the_end_of_the_turn_is_learned_and_the_prompt_is_not(policy_and_pairs, 
     for pair in pairs[:3]:
         prompt = encode_prompt(policy.tokenizer, [{"role": "user", "content": pair.chosen.question}])
         for row, sign in zip(pair.rows, (1, -1), strict=True):
-            push = statistics.rows[row.prompt_index, row.completion_index][0].tokens["push"]
+            push = statistics.rows[row.prompt_index, row.completion_index][0].measurements["push"]
             ends = [place for place, token in enumerate(row.ids) if token in policy.end_of_turn_ids]
             assert row.ids[: len(prompt)] == prompt
             assert ends[-1] >= len(prompt)
