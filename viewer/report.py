@@ -14,9 +14,12 @@ from pathlib import Path
 from shlex import quote
 
 from viewer.groups import experiment_of, series
+from viewer.panels import heading, panels_of
 from viewer.results import open_run
-from viewer.runs import Run, RunError, kinds_of_questions, number, ranges, step_of
+from viewer.runs import Run, RunError, number, ranges, step_of
 from viewer.sampled_rows import Kept, describe, keep_steps
+
+from harness.logs.headings import Panel
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"
@@ -94,8 +97,8 @@ def _page_data(run: Run, kept: Kept) -> str:
     data = {
         "finished": run.is_finished,
         "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
-        "kinds": kinds_of_questions(run.metrics.rows),
-        "comparesGroups": compares_groups(run.config),
+        "panels": [_encode_panel(*curves) for curves in panels_of(run.metrics.rows)],
+        "titles": {"kl": _capitalised(heading("loss/kl")[1].title)},  # of measurements of tokens
         "tokenTexts": _token_texts(run.token_texts.rows, kept.token_ids),
         "steps": [
             {"step": step, "rows": kept.num_rows[step], "of": of, "prompts": kept.prompts.get(step, [])}
@@ -103,6 +106,16 @@ def _page_data(run: Run, kept: Kept) -> str:
         ],
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
+
+
+def _encode_panel(panel: Panel, labels: dict[str, str]) -> dict:
+    (floor, ceiling), about = panel.axis, panel.about or panel.unit
+    entry = {"title": _capitalised(panel.title), "about": _capitalised(about), "floor": floor, "ceiling": ceiling}
+    return entry | {"isMore": panel.is_more, "scale": panel.scale, "labels": labels}
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def count_rows_per_step(config: dict) -> int | None:

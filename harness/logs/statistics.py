@@ -19,7 +19,7 @@ class RowUpdate(NamedTuple):
 
     epoch: int
     minibatch: int
-    measurements: dict[str, torch.Tensor]  # (T-1,) each: log_probs, terms, push, entropy, and the diagnostics of the loss
+    measurements: dict[str, torch.Tensor]  # (T-1,) each: log_probs, terms, push, entropy, what the loss names
 
 
 class UpdateStatistics:

@@ -186,7 +186,8 @@ def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, com
     values = num_tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
     values += 2 * rows * prompt * shape.keys if shares else 0  # keys and values of the prompt, for each of its rows
     layer = values * (AUTOCAST if config.dtype == "bfloat16" else 4)
-    return layer + 4 * shape.layers * num_tokens * shape.hidden if config.gradient_checkpointing else layer * shape.layers
+    inputs = 4 * shape.layers * num_tokens * shape.hidden
+    return layer + inputs if config.gradient_checkpointing else layer * shape.layers
 
 
 def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float, str]]:

@@ -64,7 +64,7 @@ class Run:
         self._is_reached = bool(directory.history) and self._reaches(directory.history[-1])
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # counts, for the summary
-        self._token_texts: TokenTexts | None = None  # None: unknown before `restore`
+        self._texts: TokenTexts | None = None  # None: unknown before `restore`
         self.stop = StopRequest(self.tell, self.resume_command)
         self._bar = None
         self._last_step = 0
@@ -120,7 +120,7 @@ class Run:
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, self.accelerator)
-        self._token_texts = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
+        self._texts = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
@@ -262,7 +262,7 @@ class Run:
         if shows_samples(step) and trajectories[0].question is None:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[:group_size])}")
         path = self.directory / SAMPLES
-        lines = write_samples(path, self._token_texts, step, self.task, group_size, trajectories, experience, statistics)
+        lines = write_samples(path, self._texts, step, self.task, group_size, trajectories, experience, statistics)
         if shows_samples(step):
             on_main(lambda: self._metrics.show_samples(step, lines))
 

@@ -129,7 +129,8 @@ def test_a_loss_that_differs_is_said(runs, open_page):
     assert "8 of 16 rows" in page.inner_text("#loss-check")
 
     def check(terms: list, logged: float | None) -> dict:
-        updates = [{"epoch": n, "minibatch": 0, "log_probs": [0], "measurements": {"terms": x}} for n, x in enumerate(terms)]
+        place = {"minibatch": 0, "log_probs": [0]}
+        updates = [place | {"epoch": n, "measurements": {"terms": x}} for n, x in enumerate(terms)]
         groups = [{"rows": [{"mask": [1], "sampler": [0], "updates": updates}, {"updates": []}]}]
         return page.evaluate("([...a]) => report.checkLoss(...a, true)", [groups, logged])
 

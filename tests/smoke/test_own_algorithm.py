@@ -89,7 +89,8 @@ def test_the_push_is_a_finite_difference_of_the_loss(experiment_mine, make_own, 
     terms, _ = train.policy_loss(config, scores.double(), exact, num_rows=4)
     for index, row in enumerate(rows):
         measured = statistics.rows[0, row.completion_index][0].measurements
-        torch.testing.assert_close(measured["terms"].double(), terms[index, : len(measured["terms"])], atol=1e-6, rtol=0)
+        expected = terms[index, : len(measured["terms"])]
+        torch.testing.assert_close(measured["terms"].double(), expected, atol=1e-6, rtol=0)
         for t in range(len(row.ids) - 1):
             ends = []
             for step in (1e-5, -1e-5):

@@ -126,7 +126,7 @@ const UPDATE_COLORS = {
     least: 0.1,
     ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
   },
-  kl: { label: "KL to the reference", least: 1e-4 },
+  kl: { label: data.titles.kl, least: 1e-4 },
 };
 
 /** All possible colours of the tokens of these rows, the push first. */
