@@ -43,7 +43,7 @@ def _panels(entries: list[dict]) -> list[Curves]:
     keys = {key for entry in entries for key in entry}
     if not keys & {"reward/total", "preference/accuracy"}:
         return []
-    left_out = {*DETAILS} | ({"reward/total"} if "reward/correct" in keys else set())
+    left_out = {*DETAILS, *(["reward/total"] if "reward/correct" in keys else [])}
     left_out |= set() if "preference/accuracy" in keys else {"loss/total"}
     found = sorted((curves for curves in panels_of(entries) if curves.panel.place), key=lambda each: each.panel.place)
     if any(key.startswith("completion/") and key not in METRICS for curves in found for key in curves.labels):

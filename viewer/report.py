@@ -109,8 +109,9 @@ def _page_data(run: Run, kept: Kept) -> str:
 
 
 def _encode_panel(panel: Panel, labels: dict[str, str]) -> dict:
-    (floor, ceiling), about = panel.axis, panel.about or panel.unit
-    entry = {"title": _capitalised(panel.title), "about": _capitalised(about), "floor": floor, "ceiling": ceiling}
+    floor, ceiling = panel.axis
+    about = panel.about or (f"{_capitalised(panel.unit)}." if panel.unit else "")
+    entry = {"title": _capitalised(panel.title), "about": about, "floor": floor, "ceiling": ceiling}
     return entry | {"isMore": panel.is_more, "scale": panel.scale, "labels": labels}
 
 

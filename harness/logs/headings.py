@@ -93,8 +93,7 @@ PANELS = (
           "Of turns, and of whatever else the task counts.", axis=POSITIVE, place=7),
     Panel("share of groups whose rewards are all equal", "group/zero_reward_variance",
           "They have no policy gradient where advantages compare a group.", axis=SHARE, place=11),
-    Panel("how completions end", "completion/(truncated|stopped)",
-          "Share that the limit of tokens cut off, and share that stopped before.", axis=SHARE),
+    Panel("truncation", "completion/truncated", "Share of completions cut off at the limit of tokens.", axis=SHARE),
     Panel("loss", "loss/total|eval/loss",
           "Mean over the updates of a step.", "nats per pair", place=2),  # curve.png of pairs; SFT has its own
     Panel("KL to the policy at the start", "loss/kl", unit="nats per token", axis=POSITIVE, place=8),

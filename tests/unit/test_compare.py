@@ -271,7 +271,7 @@ def test_kinds_of_questions_have_accuracies_and_no_shares(tmp_path, monkeypatch)
         draw_line(axes, [{"step": step, "eval/x": 1} for step in range(steps)], "eval/x")
     assert [line.get_linestyle() for line in axes.lines] == ["None", "None", "-"]
     shown = viewer.curve._panels([{"reward/total": 0, "completion/called": 0.5, "completion/failed_calls": 0.5}])
-    assert list(shown) == ["total reward", "share of completions", "mean number per completion"]
+    assert [panel.title for panel, _ in shown] == ["reward", "share of completions", "mean number per completion"]
     assert not {"completion/one_hop", "eval/greedy/accuracy_called", "eval/greedy/accuracy_unknown_calls"} & {*keys}
 
 

@@ -19,7 +19,7 @@ from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
 from common.preferences import preference_metrics
-from viewer.curve import _panels_of_pairs
+from viewer.panels import panels_of
 from viewer.report import count_rows_per_step, write_report
 
 from harness.data.pairs import Pair, add_reference, load_pairs, read_pairs
@@ -255,8 +255,8 @@ def test_the_terms_of_samples_add_up_to_the_logged_loss(run):
     page = write_report(directory).read_text(encoding="utf-8")
     assert "trained the policy tiny on the pairs of" in page
     assert count_rows_per_step(json_of(directory / "config.json")) == len(samples)  # the page compares complete steps
-    panels = _panels_of_pairs(metrics_of(directory))
-    assert "eval/log_prob_rejected" in panels["log-prob of an answer (held-out pairs, nats)"]
+    panels = {panel.title: labels for panel, labels in panels_of(metrics_of(directory))}
+    assert "eval/log_prob_rejected" in panels["log-prob of an answer"]
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(run, train):

@@ -159,12 +159,10 @@ def test_findings_are_grouped_into_ranges_of_steps(directory):
     ({"baseline": "mean", "group_size": 1}, "each once. Each completion earns a reward. Its advantage says how", False),
 ])  # fmt: skip
 def test_a_page_explains_the_algorithm_of_its_run(directory, changes, sentence, compares):
-    """A sentence about groups whose rewards are all equal is only true where the group is the baseline."""
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     path = write_report(directory)
     assert sentence in text_of(path, "reading")
     assert ("nothing to compare" in text_of(path, "reading")) == compares
-    assert read_page(path)[0]["comparesGroups"] == compares
     (directory / "config.json").write_text(json.dumps({"pairs_per_step": 2}))
     assert "give the chosen one a higher score" in text_of(write_report(directory), "reading")
 
