@@ -94,10 +94,11 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
 def _page_data(run: Run, kept: Kept) -> str:
     """What the scripts of the page read, as JSON without any `<`, `>` or `&`."""
     of = count_rows_per_step(run.config)
+    rows = [row for row in run.metrics.rows if step_of(row) is not None]
     data = {
         "finished": run.is_finished,
-        "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
-        "panels": [_encode_panel(*curves) for curves in panels_of(run.metrics.rows)],
+        "metrics": _series(rows),
+        "panels": [_encode_panel(*curves) for curves in panels_of(rows)],
         "titles": {"kl": _capitalised(heading("loss/kl")[1].title)},  # of measurements of tokens
         "tokenTexts": _token_texts(run.token_texts.rows, kept.token_ids),
         "steps": [

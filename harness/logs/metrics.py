@@ -17,7 +17,6 @@ import torch
 from common.parallel import gather
 
 from harness.base.terminal import visible
-from harness.logs.headings import METRICS
 from harness.run.machine import peak_memory_bytes
 
 SAMPLE_COLUMNS = ("question", "text", "return", "advantage", "finish_reason")  # of samples.jsonl, in W&B's table
@@ -204,6 +203,8 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tu
     >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
     'step 3/80  loss 0.5000  clipped 0.0123'
     """
+    from harness.logs.headings import METRICS  # not at the top: `--help` shows no progress
+
     hidden = {"loss/total"} if "reward/total" in metrics else set()  # near 0, however much is learned (docs/metrics.md)
     if math.isclose(metrics.get("reward/correct", 0), metrics.get("reward/total", math.nan), rel_tol=1e-6):
         hidden.add("reward/correct")  # the only component
