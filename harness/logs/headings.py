@@ -12,7 +12,7 @@ class Metric(NamedTuple):
 
     label: str = ""  # among the curves of its panel; "": the last part of the key
     title: str = ""  # in a figure of its own; "": its panel's if that has no other key, else the key
-    is_share: bool = False  # of 1, in a panel of other values
+    is_share: bool = False  # in a panel of other values
     short: str = ""  # in the progress line
     form: str = ""  # of its value in the progress line; "": it is not there
 
@@ -57,10 +57,6 @@ METRICS = {  # in the order of the progress line
     "eval/margin": Metric("held-out pairs", "margin of the scores (held-out pairs)"),
     "eval/log_prob_chosen": Metric("chosen", "log-prob of the chosen answer"),
     "eval/log_prob_rejected": Metric("rejected", "log-prob of the rejected answer"),
-    "policy/ratio": Metric("mean"),
-    "policy/first_ratio": Metric("mean, first update"),
-    "policy/ratio_min": Metric("lowest"),
-    "policy/ratio_max": Metric("highest"),
     "time/step": Metric("whole step"),
     "time/weights": Metric("weights into the engine"),
     "time/generation": Metric("answers of the engine"),
