@@ -23,6 +23,15 @@ def panels_of(rows: Iterable[dict]) -> list[Curves]:
 
     A curve that is always 0 is left out, except where 0 tells something. The task describes questions and answers
     alike; what it says of an answer is a share, unless there are values above 1.
+
+    >>> row = {"reward/correct": 0.0, "reward/total": 1.0, "completion/tries": 2, "completion/called": 0.5, "a/b_c": 1}
+    >>> for panel, labels in panels_of([row | {"completion/failed": 0}]):
+    ...     print(panel.title, [*labels.values()])
+    accuracy ['training questions, sampled']
+    reward ['correct', 'total']
+    share of completions ['called']
+    mean number per completion ['tries']
+    a: b c ['b c']
     """
     kinds, peaks = kinds_of_questions(rows), {}
     for row in rows:
