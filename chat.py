@@ -167,8 +167,8 @@ class Speaker:
                     break
                 answers = [call_tool(self._tools, call)[0] for call in calls]
                 yield Text("".join(f"\n  {visible(answer)}" for answer in answers) + "\n", style="yellow")
-                tokens = encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids)
-                row.observe(tokens, context_length(policy))
+                ids = encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids)
+                row.observe(ids, context_length(policy))
         finally:  # also for an answer that Ctrl-C has cut off
             self.messages.append({"role": "assistant", "content": decode(policy.tokenizer, row.ids[start:])})
 
@@ -210,9 +210,9 @@ class Speaker:
         probabilities = (logits.float() / policy.temperature).softmax(dim=0)
         drawn = self._row.ids[position]
         table = Table("token", "probability", title=f"{self.name}, token {place.strip()}", title_justify="left")
-        for token in dict.fromkeys([*probabilities.topk(BEST).indices.tolist(), drawn]):
-            mark = " (drawn)" if token == drawn else ""
-            table.add_row(Text(visible(repr(policy.tokenizer.decode([token]))) + mark), f"{probabilities[token]:.4f}")
+        for i in dict.fromkeys([*probabilities.topk(BEST).indices.tolist(), drawn]):
+            mark = " (drawn)" if i == drawn else ""
+            table.add_row(Text(visible(repr(policy.tokenizer.decode([i]))) + mark), f"{probabilities[i]:.4f}")
         return table
 
 

@@ -20,7 +20,7 @@ class MicroBatchSize(NamedTuple):
     """The largest micro-batch, in rows and, where rows are packed, in tokens; a longer row is one by itself."""
 
     rows: int
-    tokens: int | None = None
+    num_tokens: int | None = None
 
 
 _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # entry t is about token t; in all other fields, about token t+1
@@ -146,13 +146,13 @@ class Experience:
         order = lengths.argsort(stable=True)
         for key in (group, longest):  # the last key is the primary one
             order = order[key[order].argsort(stable=True)]
-        if size.tokens is None:
+        if size.num_tokens is None:
             return order.split(size.rows)
         parts, prompts, num_tokens = [[]], set(), 0
         for row in order.tolist():
             prompt, length = int(group[row]), int(lengths[row])
             new = length - (int(self.prompt_lengths[row]) - 1 if prompt in prompts else 0)  # a prompt is there once
-            if parts[-1] and (num_tokens + new > size.tokens or len(parts[-1]) == size.rows):
+            if parts[-1] and (num_tokens + new > size.num_tokens or len(parts[-1]) == size.rows):
                 parts.append([])
                 prompts, num_tokens, new = set(), 0, length
             parts[-1].append(row)

@@ -189,18 +189,18 @@ def _complete(
 
     for position in range(max(budgets)):
         u = None if uniforms is None else uniforms[active, position]
-        tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
-        drawn[active, position], drawn_log_probs[active, position] = tokens, log_probs
-        ended = torch.isin(tokens, end_of_turn) | (position >= last[active])
+        ids, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
+        drawn[active, position], drawn_log_probs[active, position] = ids, log_probs
+        ended = torch.isin(ids, end_of_turn) | (position >= last[active])
         if kept is not None:
             kept.put([rows[row] for row in active[ended].tolist()], cache, ended, attention_mask)
         if ended.all():
             break
         if ended.any():
             order = cache.drop_rows(ended)
-            active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
+            active, ids, attention_mask = active[order], ids[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
-        logits = next_logits(policy, tokens[:, None], attention_mask, cache, step)  # (active, V)
+        logits = next_logits(policy, ids[:, None], attention_mask, cache, step)  # (active, V)
     _record(rows, budgets, drawn, drawn_log_probs, policy.end_of_turn_ids)
 
 
@@ -231,7 +231,7 @@ def _draw(
     """Draw one token per row by inverse CDF, or the most probable one if `uniforms` is None.
 
     Lay the tokens' probabilities end to end on [0, 1) and take the token whose interval contains the uniform number.
-    Returns (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
+    Returns (rows,) ids and (rows,) their log-probabilities in nats, under logits / temperature in float32.
 
     >>> logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
     >>> _draw(logits, 1.0, 1.0, torch.tensor([0.2, 0.3, 0.9]))[0]
@@ -239,11 +239,11 @@ def _draw(
     """
     log_probs = (logits.float() / temperature).log_softmax(dim=-1)  # (rows, V)
     if uniforms is None:
-        tokens = log_probs.argmax(dim=-1)
+        ids = log_probs.argmax(dim=-1)
     else:
         probs = log_probs.exp()
-        tokens = invert_cdf(probs * _nucleus(probs, top_p) if top_p < 1 else probs, uniforms)
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+        ids = invert_cdf(probs * _nucleus(probs, top_p) if top_p < 1 else probs, uniforms)
+    return ids, log_probs.gather(-1, ids[:, None])[:, 0]
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -266,14 +266,14 @@ def _uniforms(rows: list[Trajectory], width: int, key: tuple[int, ...]) -> torch
 def _record(
     rows: list[Trajectory],
     budgets: list[int],
-    tokens: torch.Tensor,
+    drawn: torch.Tensor,
     log_probs: torch.Tensor,
     end_of_turn_ids: list[int],
 ) -> None:
-    """Write each row's tokens (B, C) up to its end of turn, with their log-probs."""
-    for row, budget, ids, values in zip(rows, budgets, tokens.tolist(), log_probs.tolist(), strict=True):
+    """Write each row's ids `drawn` (B, C) up to its end of turn, with their log-probs."""
+    for row, budget, ids, values in zip(rows, budgets, drawn.tolist(), log_probs.tolist(), strict=True):
         ids = ids[:budget]
-        end = next((position for position, token in enumerate(ids) if token in end_of_turn_ids), None)
+        end = next((position for position, i in enumerate(ids) if i in end_of_turn_ids), None)
         if end is not None:
             ids, row.finish_reason = ids[: end + 1], "stop"
         row.act(ids, values[: len(ids)])

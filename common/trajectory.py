@@ -40,7 +40,7 @@ class Trajectory:
 
     @property
     def completion_ids(self) -> list[int]:
-        return [token for token, is_action in zip(self.ids, self.action_mask, strict=True) if is_action]
+        return [i for i, is_action in zip(self.ids, self.action_mask, strict=True) if is_action]
 
     @property
     def num_action_tokens(self) -> int:

@@ -51,9 +51,9 @@ class _Layer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (any number of them), in this order; a row that occurs twice is repeated."""
-        tokens = self.get_seq_length()
-        self._room = [_make_room(states[indices], tokens + GROW_BY) for states in (self.keys, self.values)]
-        self._show(len(indices), tokens)
+        num_tokens = self.get_seq_length()
+        self._room = [_make_room(states[indices], num_tokens + GROW_BY) for states in (self.keys, self.values)]
+        self._show(len(indices), num_tokens)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
@@ -61,19 +61,19 @@ class _Layer(DynamicLayer):
 
     def move_rows(self, movers: torch.Tensor, gaps: torch.Tensor, num_remaining: int) -> None:
         """Move the rows `movers` to the positions `gaps`, and keep only the first `num_remaining` rows."""
-        tokens = self.get_seq_length()
+        num_tokens = self.get_seq_length()
         for room in self._room:
-            room[gaps, :, :tokens] = room[movers, :, :tokens]
-        self._show(num_remaining, tokens)
+            room[gaps, :, :num_tokens] = room[movers, :, :num_tokens]
+        self._show(num_remaining, num_tokens)
 
-    def _show(self, rows: int, tokens: int) -> None:
-        self.keys, self.values = (room[:rows, :, :tokens] for room in self._room)
+    def _show(self, rows: int, num_tokens: int) -> None:
+        self.keys, self.values = (room[:rows, :, :num_tokens] for room in self._room)
         self.is_initialized = True
 
 
-def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A tensor with room for `tokens` tokens, which starts with the states (rows, heads, ., size)."""
+def _make_room(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """A tensor with room for `num_tokens` tokens, which starts with the states (rows, heads, ., size)."""
     rows, heads, start, size = states.shape
-    room = states.new_empty(rows, heads, tokens, size)
+    room = states.new_empty(rows, heads, num_tokens, size)
     room[:, :, :start] = states
     return room

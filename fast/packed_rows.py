@@ -84,10 +84,10 @@ def lay_out(sequences: torch.Tensor, action_mask: torch.Tensor, share_prompts: b
     segment_of: dict[tuple[int, ...], Segment] = {}
     packed = PackedRow([], [], [], [], [])
 
-    def add(tokens: list[int] | tuple[int, ...], position: int, prompt: Segment | None) -> Segment:
-        packed.segments.append(Segment(len(packed.ids), len(tokens), prompt))
-        packed.ids.extend(tokens)
-        packed.positions.extend(range(position, position + len(tokens)))
+    def add(new: list[int] | tuple[int, ...], position: int, prompt: Segment | None) -> Segment:
+        packed.segments.append(Segment(len(packed.ids), len(new), prompt))
+        packed.ids.extend(new)
+        packed.positions.extend(range(position, position + len(new)))
         return packed.segments[-1]
 
     for index in rows:

@@ -4,28 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from viewer.groups import Groups, plain, series, updates_per_step
+from viewer.panels import heading, in_words
 from viewer.runs import Run, rolling_means
 from viewer.save_figure import save_figure
 
-# key in metrics.jsonl: its title (else it is made from the key), and the range of the axis (None: as the data need)
-HEADINGS = {
-    "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
-    "completion/length": ("completion length (tokens)", (0, None)),
-    "completion/length_right": ("length of right completions (tokens)", (0, None)),
-    "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
-    "reward/calls": ("calls per answer", (0, None)),
-    "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
-    "policy/sampling_log_prob_difference": ("|log p - log p of the sampler|, mean (nats), log scale", (None, None)),
-    "policy/importance_weight": ("importance weight, mean over tokens", (None, None)),
-    "group/zero_reward_variance": ("share of groups whose rewards are all equal", (0, 1.02)),
-    "eval/greedy/accuracy": ("greedy accuracy on held-out questions", (0, 1.02)),
-    "eval/margin": ("margin of the scores (held-out pairs)", (0, None)),
-    "eval/log_prob_chosen": ("log-prob of the chosen answer (held-out pairs, nats)", (None, None)),
-    "eval/log_prob_rejected": ("log-prob of the rejected answer (held-out pairs, nats)", (None, None)),
-    "loss/grad_norm": ("norm of the gradient before clipping", (0, None)),
-    "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
-    "teacher/kl": ("KL to the teacher (nats per token)", (0, None)),
-}
+from harness.logs.headings import METRICS, POSITIVE, SHARE, Metric
+
 WINDOW = 5  # steps over which every run is averaged before runs are compared
 NUM_COLORS = 10  # of matplotlib; then the lines are dashed
 
@@ -60,21 +44,24 @@ def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
 
 
 def _draw_panel(axes, groups: Groups, key: str) -> None:
-    described = key.startswith("completion/")  # by the task
-    default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
-    heading, limits = HEADINGS.get(key, default if described else (key.replace("/", ": "), (None, None)))
+    title, panel = heading(key)
     for number, (label, runs) in enumerate(groups.items()):
         window = 1 if key.startswith("eval/") else WINDOW  # evaluations are many steps apart
-        _draw_band(axes, [_smooth(series(run, key), window) for run in runs], label, number)
+        curves = [{step: panel.scale * value for step, value in series(run, key).items()} for run in runs]
+        _draw_band(axes, [_smooth(curve, window) for curve in curves], label, number)
+    is_described, is_share = key.startswith("completion/"), METRICS.get(key, Metric()).is_share
+    axis = SHARE if is_share else POSITIVE if is_described else (None, None) if title == in_words(key) else panel.axis
     if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set_yticks([0, 1, 1e3, 1e6])
-        heading += ", log scale"
+        title += ", log scale"
     if key == "policy/sampling_log_prob_difference" and axes.get_ylim()[1] > 0:
         axes.set_yscale("log")  # rounding and outdated weights are orders of magnitude apart
-    axes.set_title(_text(heading.replace("_", " ")), fontsize=10)
-    axes.set_ylim(*limits)
-    if described and axes.dataLim.ymin >= 0:
+        title, axis = f"{title}, log scale", (None, None)
+    axes.set_title(_text(title), fontsize=10)
+    if axis == SHARE:
+        axes.set_ylim(0, 1.02)
+    elif axis == POSITIVE and axes.dataLim.ymin >= 0:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

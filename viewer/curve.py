@@ -8,12 +8,13 @@ Reads the run's directory and imports nothing of the training code.
 import sys
 from pathlib import Path
 
+from viewer.panels import Curves, panels_of, with_unit
 from viewer.results import open_run
-from viewer.runs import RunError, kinds_of_questions, rolling_means
+from viewer.runs import RunError, rolling_means
 
-# Keys of every task; a run's own task describes all other keys of completions.
-KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
-COUNTS = ("turns", "_calls", "_searches")  # how keys of counts end, which can be below 1, too
+from harness.logs.headings import METRICS, SHARE, Metric
+
+DETAILS = {"completion/length_right", "completion/length_wrong", "eval/greedy/length"}  # in the page only
 
 
 def draw_curve(directory: Path) -> Path:
@@ -25,12 +26,8 @@ def draw_curve(directory: Path) -> Path:
 
     entries = open_run(directory).metrics.rows
     directory.mkdir(exist_ok=True)  # a kept run has only a name
-    has_rewards = any("reward/total" in entry for entry in entries)
-    has_pairs = any("preference/accuracy" in entry for entry in entries)
-    if has_rewards or has_pairs:
-        figure = _draw_panels(plt, entries, (_panels_of_pairs(entries) if has_pairs else {}) | _panels(entries))
-    else:
-        figure = _draw_loss(plt, entries)
+    panels = _panels(entries)
+    figure = _draw_panels(plt, entries, panels) if panels else _draw_loss(plt, entries)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -41,74 +38,44 @@ def draw_curve(directory: Path) -> Path:
     return path
 
 
-def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
-    """The title of each panel, and the key and the label of each of its lines; shares and counts are kept apart."""
-    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order of their first appearance
-    has_accuracy = "reward/correct" in keys or "reward/total" not in keys
-    own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
-    own = [key for key in own if any(entry.get(key) for entry in entries)]  # a count that is always 0 needs no line
-    labels = {key: key.rpartition("/")[2].removeprefix("accuracy_").replace("_", " ") for key in keys}
-    of_kinds = [f"eval/greedy/accuracy_{kind}" for kind in kinds_of_questions(entries)]
-    own = [key for key in own if labels[key] not in {labels[of] for of in of_kinds}]
-    counts = [key for key in own if key.endswith(COUNTS) or any(entry.get(key, 0) > 1 for entry in entries)]
-    panels = {
-        "accuracy" if has_accuracy else "total reward": {
-            "reward/correct" if has_accuracy else "reward/total": "training questions, sampled",
-            "eval/greedy/accuracy": "held-out questions, greedy",
-            "eval/sampled/accuracy": "held-out questions, sampled (mean@8)",
-        },
-        "completion length (tokens)": {"completion/length": ""},
-        "share of completions": {key: labels[key] for key in own if key not in counts},
-        "mean number per completion": {key: labels[key] for key in counts},
-        "KL to the policy at the start (nats per token)": {"loss/kl": ""},
-        "KL to the teacher (nats per token)": {"teacher/kl": ""},
-        "accuracy by kind of question (held out, greedy)": {key: labels.get(key) for key in of_kinds},
-    }
-    if not own:
-        panels["share of groups whose rewards are all equal"] = {"group/zero_reward_variance": ""}
-    found = {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
-    return {title: lines for title, lines in found.items() if lines}
-
-
-def _panels_of_pairs(entries: list[dict]) -> dict[str, dict[str, str]]:
-    """The same for a run that learns from pairs of answers."""
-    panels = {
-        "accuracy: share of pairs whose chosen answer is preferred": {
-            "preference/accuracy": "training pairs",
-            "eval/accuracy": "held-out pairs",
-            "eval/accuracy_same_style": "held-out pairs of equal style",
-            "eval/accuracy_same_length": "held-out pairs of equal length",
-        },
-        "loss (nats per pair)": {"loss/total": ""},
-        "log-prob of an answer (held-out pairs, nats)": {
-            "eval/log_prob_chosen": "chosen",
-            "eval/log_prob_rejected": "rejected",
-        },
-    }
+def _panels(entries: list[dict]) -> list[Curves]:
+    """The panels of a run that samples, or that learns from pairs of answers, in their order; none for another run."""
     keys = {key for entry in entries for key in entry}
-    found = {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
-    return {title: lines for title, lines in found.items() if lines}
+    if not keys & {"reward/total", "preference/accuracy"}:
+        return []
+    left_out = {*DETAILS, *(["reward/total"] if "reward/correct" in keys else [])}
+    left_out |= set() if "preference/accuracy" in keys else {"loss/total"}
+    found = sorted((curves for curves in panels_of(entries) if curves.panel.place), key=lambda each: each.panel.place)
+    if any(key.startswith("completion/") and key not in METRICS for curves in found for key in curves.labels):
+        left_out.add("group/zero_reward_variance")  # there is something of the task to show
+    for panel, labels in found:
+        for key in [*labels]:
+            if key in left_out or (panel.title == "reward" and key != "reward/total"):  # without its components
+                del labels[key]
+    return [curves for curves in found if curves.labels]
 
 
-def _draw_panels(plt, entries: list[dict], panels: dict[str, dict[str, str]]):
+def _draw_panels(plt, entries: list[dict], panels: list[Curves]):
     num_rows = (len(panels) + 1) // 2
     figure, grid = plt.subplots(num_rows, 2, figsize=(10, 3.6 * num_rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-        name = "" if len(lines) > 1 else next(iter(lines.values()))  # a single line has no legend
-        axes.set(title=f"{title}: {name}" if name else title, xlabel="step")
+    for axes, (panel, lines) in zip(grid.flat, panels, strict=False):
+        title, (first, *others) = with_unit(panel.title, panel), lines
+        if not others and (".*" in panel.keys or METRICS.get(first, Metric()).label):  # a single line has no legend
+            title = f"{title}: {lines[first]}"
+        axes.set(title=title, xlabel="step")
         for number, (key, label) in enumerate(lines.items()):
             is_noisy = key.startswith(("reward/", "preference/", "loss/total"))
             if is_noisy:
                 _line(axes, entries, key, color="C0", alpha=0.3, label=label)
             label = "the same, mean of 5 steps" if is_noisy else label
             _line(axes, entries, key, 5 if is_noisy else 1, color=f"C{number}", label=label)
-        if title.startswith(("accuracy", "share")):
+        if panel.axis == SHARE:
             axes.set_ylim(0, 1.02)
         elif axes.dataLim.ymin >= 0:
             axes.set_ylim(bottom=0)
-        if len(lines) > 1:  # below the panel, where it covers no line
+        if others:  # below the panel, where it covers no line
             axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncol=2, frameon=False)
     return figure
 

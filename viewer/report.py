@@ -14,9 +14,12 @@ from pathlib import Path
 from shlex import quote
 
 from viewer.groups import experiment_of, series
+from viewer.panels import heading, panels_of
 from viewer.results import open_run
-from viewer.runs import Run, RunError, kinds_of_questions, number, ranges, step_of
+from viewer.runs import Run, RunError, number, ranges, step_of
 from viewer.sampled_rows import Kept, describe, keep_steps
+
+from harness.logs.headings import Panel
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"
@@ -91,18 +94,30 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
 def _page_data(run: Run, kept: Kept) -> str:
     """What the scripts of the page read, as JSON without any `<`, `>` or `&`."""
     of = count_rows_per_step(run.config)
+    rows = [row for row in run.metrics.rows if step_of(row) is not None]
     data = {
         "finished": run.is_finished,
-        "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
-        "kinds": kinds_of_questions(run.metrics.rows),
-        "comparesGroups": compares_groups(run.config),
-        "tokens": _token_texts(run.tokens.rows, kept.token_ids),
+        "metrics": _series(rows),
+        "panels": [_encode_panel(*curves) for curves in panels_of(rows)],
+        "titles": {"kl": _capitalised(heading("loss/kl")[1].title)},  # of measurements of tokens
+        "tokenTexts": _token_texts(run.token_texts.rows, kept.token_ids),
         "steps": [
             {"step": step, "rows": kept.num_rows[step], "of": of, "prompts": kept.prompts.get(step, [])}
             for step in sorted(kept.num_rows)
         ],
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
+
+
+def _encode_panel(panel: Panel, labels: dict[str, str]) -> dict:
+    floor, ceiling = panel.axis
+    about = panel.about or (f"{_capitalised(panel.unit)}." if panel.unit else "")
+    entry = {"title": _capitalised(panel.title), "about": about, "floor": floor, "ceiling": ceiling}
+    return entry | {"isMore": panel.is_more, "scale": panel.scale, "labels": labels}
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def count_rows_per_step(config: dict) -> int | None:

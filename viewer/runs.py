@@ -159,7 +159,7 @@ class Run:
         return parse(path.read_bytes()) if path.exists() else None
 
     def _read_lines(self) -> None:
-        self.tokens, self.metrics = Rows(self.directory / "tokens.jsonl"), Rows(self.directory / "metrics.jsonl")
+        self.token_texts, self.metrics = Rows(self.directory / "tokens.jsonl"), Rows(self.directory / "metrics.jsonl")
         self.diagnosis = Rows(self.directory / "diagnosis.jsonl")
 
     @cached_property

@@ -15,7 +15,7 @@ from viewer.runs import StepIndex, number
 # Of all steps together, in the page: with the curves, the library that draws them, and the rest it stays below 2 MB.
 PAGE_BUDGET = 1_200_000  # characters
 STEP_BUDGET = 400_000  # of one step, so that the first, the last and one more have room
-NOT_BY_TOKEN = ("epoch", "minibatch", "log_probs")  # of an update; everything else has a number for each token
+NOT_MEASUREMENTS = ("epoch", "minibatch", "log_probs")  # of an update; everything else has a number for each token
 
 
 # ---- one step
@@ -83,7 +83,7 @@ def _encode_row(row: dict) -> dict:
                 "epoch": update["epoch"],
                 "minibatch": update["minibatch"],
                 "log_probs": _minus(_micro(update["log_probs"], sampled), sampler),
-                "tokens": {name: _at(sampled, update[name]) for name in update if name not in NOT_BY_TOKEN},
+                "measurements": {name: _at(sampled, update[name]) for name in update if name not in NOT_MEASUREMENTS},
             }
             for update in row.get("updates", [])
         ],

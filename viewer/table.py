@@ -7,6 +7,8 @@ from statistics import NormalDist, fmean
 from viewer.groups import Groups, differences, plain, series, setting
 from viewer.runs import Run, number
 
+from harness.logs.headings import METRICS
+
 Z = NormalDist().inv_cdf(0.975)
 LAST = 5  # steps whose mean is the value at the start, or at the end
 MISSING = "-"
@@ -138,7 +140,7 @@ REWARD: Columns = {  # in the place of accuracy, where a task has none
 LENGTH: Columns = {
     "length\nbefore": over_runs(lambda run: held_out(run, "length", False), ".1f"),
     "length\nafter": over_runs(lambda run: held_out(run, "length", True), ".1f", is_end=True),
-    "KL": over_runs(lambda run: mean_of_steps(run, "loss/kl"), ".2g", is_end=True),
+    METRICS["loss/kl"].short: over_runs(lambda run: mean_of_steps(run, "loss/kl"), ".2g", is_end=True),
 }
 COST: Columns = {
     "steps": progress,

@@ -176,9 +176,9 @@ class Engine:
     def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
         """Raise EngineError if the completion cannot be a valid sample."""
         ids, log_probs, has_stopped = completion
-        ends = [position for position, token in enumerate(ids) if token in end_of_turn_ids]
+        ends = [position for position, i in enumerate(ids) if i in end_of_turn_ids]
         for is_right, what in (
-            (all(0 <= token < num_ids for token in ids), f"ids that are not tokens of the policy, which has {num_ids}"),
+            (all(0 <= i < num_ids for i in ids), f"ids that are not tokens of the policy, which has {num_ids}"),
             (len(log_probs) == len(ids), f"{len(log_probs)} log-probs for {len(ids)} tokens"),
             (all(-math.inf < value <= ROUNDING for value in log_probs), "a log-prob that is not finite, or above 0"),
             (1 <= len(ids) <= max_new_tokens, f"{len(ids)} tokens, with a budget of {max_new_tokens}"),

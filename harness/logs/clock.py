@@ -58,11 +58,11 @@ class StepClock:
         """
         seconds = time.perf_counter() - self._began
         own = (num_tokens, self._waited / seconds, self._laps, peak_memory_bytes(self._device))
-        tokens, shares, laps, peaks = zip(*gather(own), strict=True)
+        counts, shares, laps, peaks = zip(*gather(own), strict=True)
         return {
             "time/step": seconds,
             **{f"time/{phase}": sum(times[phase] for times in laps) / len(laps) for phase in self._laps},
-            "time/tokens_per_second": sum(tokens) / seconds,
+            "time/tokens_per_second": sum(counts) / seconds,
             **({"time/waiting": sum(shares) / len(shares)} if any(shares) else {}),
             "memory/peak_bytes": max(peaks),
         }

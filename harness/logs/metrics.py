@@ -10,16 +10,6 @@ from pathlib import Path
 
 from harness.base.terminal import visible
 
-PROGRESS = {  # shown in the progress line if logged
-    "reward/total": "reward {:.2f}",
-    "reward/correct": "correct {:.2f}",
-    "completion/length": "length {:.1f}",
-    "preference/accuracy": "accuracy {:.2f}",
-    "loss/kl": "KL {:.3f}",
-    "teacher/kl": "KL to the teacher {:.3f}",
-    "loss/total": "loss {:.4f}",
-    "time/tokens_per_second": "{:,.0f} tokens/s",
-}
 SAMPLE_COLUMNS = ("question", "text", "return", "advantage", "finish_reason")  # of samples.jsonl, in W&B's table
 
 
@@ -95,10 +85,13 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tu
     >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
     'step 3/80  loss 0.5000  clipped 0.0123'
     """
+    from harness.logs.headings import METRICS  # not at the top: `--help` shows no progress
+
     hidden = {"loss/total"} if "reward/total" in metrics else set()  # near 0, however much is learned (docs/metrics.md)
     if math.isclose(metrics.get("reward/correct", 0), metrics.get("reward/total", math.nan), rel_tol=1e-6):
         hidden.add("reward/correct")  # the only component
-    parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key not in hidden]
+    shown = {key: metric for key, metric in METRICS.items() if metric.form and key in metrics and key not in hidden}
+    parts = [f"{metric.short} {metric.form.format(metrics[key])}".strip() for key, metric in shown.items()]
     parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
     return "  ".join([f"step {step}/{num_steps}", *parts])
 

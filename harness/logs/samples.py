@@ -24,7 +24,7 @@ END = 100  # characters at the end of a long text that are printed, because the 
 
 def write_samples(
     path: Path,
-    tokens: "TokenTexts",
+    token_texts: "TokenTexts",
     step: int,
     task: Task,
     group_size: int,
@@ -55,7 +55,7 @@ def write_samples(
     entries = gather_rows(entries)
 
     def write() -> None:
-        tokens.add(step, (i for ids, _ in entries for i in ids))  # first: every id in samples.jsonl has a text
+        token_texts.add(step, (i for ids, _ in entries for i in ids))  # first: every id in samples.jsonl has a text
         with path.open("a", encoding="utf-8") as samples:
             samples.writelines(line for _, line in entries)
 
@@ -71,16 +71,16 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
 
     def of_update(update: RowUpdate) -> dict:
         """Round log-probs as everywhere else; six significant digits for values of any size."""
-        others = {name: x for name, x in update.tokens.items() if name not in ("log_probs", "entropy")}
+        others = {name: x for name, x in update.measurements.items() if name not in ("log_probs", "entropy")}
         lists = {name: per_token(x, in_six_digits) for name, x in others.items()}
         place = {"epoch": update.epoch, "minibatch": update.minibatch}
-        return place | {"log_probs": per_token(update.tokens["log_probs"])} | lists
+        return place | {"log_probs": per_token(update.measurements["log_probs"])} | lists
 
     updates = statistics.rows.get((row.prompt_index, row.completion_index), [])  # none if it had no gradient
     if experience.old_log_probs is not None:
         old = experience.old_log_probs[index]
     else:
-        old = updates[0].tokens["log_probs"] if updates else experience.sampler_log_probs[index]
+        old = updates[0].measurements["log_probs"] if updates else experience.sampler_log_probs[index]
     reference = experience.log_probs_ref
     return {
         "prompt_index": row.prompt_index,
@@ -91,7 +91,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "sampler_log_probs": [round(value, 6) for value in row.sampler_log_probs],
         "old_log_probs": per_token(old),
         "log_probs_ref": None if reference is None else per_token(reference[index]),
-        "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
+        "entropy": per_token(updates[0].measurements["entropy"]) if updates else None,
         "rewards": row.rewards,
         **({"logged": row.logged} if row.logged else {}),
         "advantage": _advantage(experience, index),

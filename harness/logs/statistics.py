@@ -18,7 +18,7 @@ class RowUpdate(NamedTuple):
 
     epoch: int
     minibatch: int
-    tokens: dict[str, torch.Tensor]  # (T-1,) each: log_probs, terms, push, entropy, and the diagnostics of the loss
+    measurements: dict[str, torch.Tensor]  # (T-1,) each: log_probs, terms, push, entropy, what the loss names
 
 
 class UpdateStatistics:
@@ -73,12 +73,12 @@ class UpdateStatistics:
             own.add(mask, first)
             if "kl" in diagnostics:  # later the policy is no longer the one that sampled the tokens
                 own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
-        tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
-        masked = [torch.where(mask, values, 0.0) for values in tokens.values()]
+        measurements = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
+        masked = [torch.where(mask, values, 0.0) for values in measurements.values()]
         by_row = torch.stack(masked, dim=1).cpu()  # (b, names, T-1)
         keys = zip(micro.prompt_index.tolist(), micro.completion_index.tolist(), strict=True)
         for key, values in zip(keys, by_row, strict=True):
-            row = RowUpdate(epoch, minibatch, dict(zip(tokens, values, strict=True)))
+            row = RowUpdate(epoch, minibatch, dict(zip(measurements, values, strict=True)))
             self.rows.setdefault(key, []).append(row)
 
     def end_update(self, grad_norm: torch.Tensor) -> None:
@@ -127,8 +127,8 @@ def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
     """The metrics of an update on pairs of answers, whose loss logs each token's part of the score as `score`."""
     from common.preferences import mean_log_probs, rightness  # not at the top: other experiments have no pairs
 
-    own = [(key, update.tokens) for key, (update,) in statistics.rows.items()]
-    sums = [(key, tokens["score"].sum().item(), tokens["log_probs"].sum().item()) for key, tokens in own]
+    own = [(key, update.measurements) for key, (update,) in statistics.rows.items()]
+    sums = [(key, x["score"].sum().item(), x["log_probs"].sum().item()) for key, x in own]
     _, scores, log_probs = zip(*sorted(gather_rows(sums)), strict=True)  # by pair, the chosen answer first
     margins = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
     metrics = {"accuracy": mean([rightness(margin) for margin in margins]), "margin": mean(margins)}

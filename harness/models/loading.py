@@ -129,7 +129,7 @@ def _tell_of_unknown_end(tokenizer, end_of_turn_ids: list[int], model: str) -> N
     except UserError:  # the template wants other messages
         return
     after = after.partition(asks)[0]  # with the header of the question: GLM's ends a turn
-    if not found or any(tokenizer.decode([token]) in after for token in end_of_turn_ids):
+    if not found or any(tokenizer.decode([i]) in after for i in end_of_turn_ids):
         return
     own = " or ".join(tokenizer.convert_ids_to_tokens(end_of_turn_ids))
     say(
@@ -256,9 +256,9 @@ def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -
     logits = [next_logits(policy, sequences, attention_mask, cache).repeat_interleave(GROUP_SIZE, dim=0)]
     cache.batch_repeat_interleave(GROUP_SIZE)
     attention_mask = attention_mask.repeat_interleave(GROUP_SIZE, dim=0)
-    for token in torch.tensor([row[-NEW_TOKENS:-1] for row in rows], device=policy.device).T:
+    for ids in torch.tensor([row[-NEW_TOKENS:-1] for row in rows], device=policy.device).T:
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
-        logits.append(next_logits(policy, token[:, None], attention_mask, cache))
+        logits.append(next_logits(policy, ids[:, None], attention_mask, cache))
     return torch.stack(logits, dim=1).flatten(0, 1)
 
 

@@ -178,14 +178,15 @@ def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> f
 
 def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, completion: int, shares: bool) -> float:
     """Values that a Llama-like decoder keeps for the backward pass: with checkpoints, one layer and all inputs."""
-    tokens, rank = rows * (prompt + completion), rank_of(config)
+    num_tokens, rank = rows * (prompt + completion), rank_of(config)
     if shares:  # each prompt runs once for its group
-        tokens = math.ceil(rows / config.group_size) * (prompt - 1) + rows * completion
+        num_tokens = math.ceil(rows / config.group_size) * (prompt - 1) + rows * completion
     norms = 4 if rank else 6  # inputs, outputs, and the factors of trained weights
-    values = tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
+    values = num_tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
     values += 2 * rows * prompt * shape.keys if shares else 0  # keys and values of the prompt, for each of its rows
     layer = values * (AUTOCAST if config.dtype == "bfloat16" else 4)
-    return layer + 4 * shape.layers * tokens * shape.hidden if config.gradient_checkpointing else layer * shape.layers
+    inputs = 4 * shape.layers * num_tokens * shape.hidden
+    return layer + inputs if config.gradient_checkpointing else layer * shape.layers
 
 
 def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float, str]]:

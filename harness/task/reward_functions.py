@@ -174,7 +174,7 @@ class RewardFunctions:
         logged: Logged = [{} for _ in rows]
         keys = dict.fromkeys([*self.columns, *(key for row in rows for key in row)])
         given = {key: copy.deepcopy([row.get(key) for row in rows]) for key in keys if key not in NOT_COLUMNS}
-        given |= {"completion_ids": [[*tokens] for tokens in ids], "trainer_state": copy.copy(self.state)}
+        given |= {"completion_ids": [[*row] for row in ids], "trainer_state": copy.copy(self.state)}
         given |= {"log_extra": functools.partial(_log, logged), "log_metric": functools.partial(_log_all, logged)}
         if form == "texts":
             given |= {"prompts": [messages[-1]["content"] for messages in prompts], "completions": [*texts]}

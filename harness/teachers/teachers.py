@@ -59,12 +59,12 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
 
 def check_same_tokens(given: str, vocabulary: dict[str, int], own: dict[str, int]) -> None:
     """Refuse another tokenizer, by the first id that stands for another token: an id is all that the teacher gets."""
-    tokens, own_tokens = ({i: token for token, i in ids.items()} for ids in (vocabulary, own))
-    for i in sorted(tokens.keys() | own_tokens.keys()):
-        if tokens.get(i) != own_tokens.get(i):
+    texts, own_texts = ({i: text for text, i in ids.items()} for ids in (vocabulary, own))
+    for i in sorted(texts.keys() | own_texts.keys()):
+        if texts.get(i) != own_texts.get(i):
             raise UserError(
-                f"{given} has another tokenizer than --model: token {i} is {short(tokens.get(i))} to the teacher, and "
-                f"{short(own_tokens.get(i))} to the policy; a teacher scores the policy's own tokens"
+                f"{given} has another tokenizer than --model: token {i} is {short(texts.get(i))} to the teacher, and "
+                f"{short(own_texts.get(i))} to the policy; a teacher scores the policy's own tokens"
             )
 
 

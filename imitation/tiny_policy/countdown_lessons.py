@@ -106,9 +106,9 @@ def renew_symbols(policy: Policy, seed: int) -> None:
     length = embeddings[policy.tokenizer.encode("0123456789", add_special_tokens=False)].norm(dim=-1).mean()
     with torch.no_grad():
         for symbol in NEW_SYMBOLS:
-            (token,) = policy.tokenizer.encode(symbol, add_special_tokens=False)
+            (symbol_id,) = policy.tokenizer.encode(symbol, add_special_tokens=False)
             vector = torch.randn(embeddings.shape[1], generator=generator)
-            embeddings[token] = length * vector / vector.norm()
+            embeddings[symbol_id] = length * vector / vector.norm()
 
 
 def _line(found: Try, target: int) -> str:

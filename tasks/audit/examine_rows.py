@@ -127,14 +127,14 @@ def _finding(name: str, title: str, is_problem: bool, found: list[tuple[str, str
     }
 
 
-def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dict]:
+def _lengths(name: str, title: str, counts: list[int], limit: float) -> list[dict]:
     """The lengths of some texts; a percentile is the smallest length that this share of the texts does not exceed."""
-    ordered = sorted(tokens)
+    ordered = sorted(counts)
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
-    return tokens and [
-        {"name": name, "what": title, "texts": len(tokens)}
-        | {share: ordered[max(0, -(-percent * len(tokens) // 100) - 1)] for share, percent in shares.items()}
-        | {"limit": None if limit == math.inf else int(limit), "beyond_limit": sum(n > limit for n in tokens)}
+    return counts and [
+        {"name": name, "what": title, "texts": len(counts)}
+        | {share: ordered[max(0, -(-percent * len(counts) // 100) - 1)] for share, percent in shares.items()}
+        | {"limit": None if limit == math.inf else int(limit), "beyond_limit": sum(n > limit for n in counts)}
     ]
 
 

@@ -129,7 +129,8 @@ def test_a_loss_that_differs_is_said(runs, open_page):
     assert "8 of 16 rows" in page.inner_text("#loss-check")
 
     def check(terms: list, logged: float | None) -> dict:
-        updates = [{"epoch": n, "minibatch": 0, "log_probs": [0], "tokens": {"terms": x}} for n, x in enumerate(terms)]
+        place = {"minibatch": 0, "log_probs": [0]}
+        updates = [place | {"epoch": n, "measurements": {"terms": x}} for n, x in enumerate(terms)]
         groups = [{"rows": [{"mask": [1], "sampler": [0], "updates": updates}, {"updates": []}]}]
         return page.evaluate("([...a]) => report.checkLoss(...a, true)", [groups, logged])
 
@@ -259,7 +260,7 @@ def test_a_token_is_chosen_by_keyboard_alone(runs, open_page):
 def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     directory = runs["base"]
     page = open_page(directory / "report.html")
-    panel = page.locator("[data-panel='Entropy']")
+    panel = page.locator("[data-panel='Policy: entropy']")
     panel.locator("summary").click()
     panel.locator("tr").nth(2).wait_for()  # the table is drawn after the browser's `toggle` event
     assert panel.locator("tr").count() == 3  # the header, and the two steps
@@ -272,8 +273,8 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
         assert text == "\u2013" if step == 0 else float(text) == pytest.approx(entropy[step], rel=1e-3)
     page.keyboard.press("Enter")
     page.wait_for_function("() => report.chosen().step === 2")
-    page.locator("[data-panel='Gradient norm'] .plot").hover()
-    assert "step" in page.inner_text("[data-panel='Entropy'] .at")
+    page.locator("[data-panel='Norm of the gradient before clipping'] .plot").hover()
+    assert "step" in page.inner_text("[data-panel='Policy: entropy'] .at")
 
 
 # Text from others, and where it is shown

@@ -88,12 +88,13 @@ def test_the_push_is_a_finite_difference_of_the_loss(experiment_mine, make_own, 
     )
     terms, _ = train.policy_loss(config, scores.double(), exact, num_rows=4)
     for index, row in enumerate(rows):
-        tokens = statistics.rows[0, row.completion_index][0].tokens
-        torch.testing.assert_close(tokens["terms"].double(), terms[index, : len(tokens["terms"])], atol=1e-6, rtol=0)
+        measured = statistics.rows[0, row.completion_index][0].measurements
+        expected = terms[index, : len(measured["terms"])]
+        torch.testing.assert_close(measured["terms"].double(), expected, atol=1e-6, rtol=0)
         for t in range(len(row.ids) - 1):
             ends = []
             for step in (1e-5, -1e-5):
                 moved = scores.double()
                 moved[index, t] += step
                 ends.append(train.policy_loss(config, moved, exact, num_rows=4)[0].sum().item())
-            assert tokens["push"][t].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=1e-6)
+            assert measured["push"][t].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=1e-6)

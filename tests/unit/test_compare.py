@@ -14,6 +14,7 @@ import viewer.bands
 import viewer.curve
 from viewer.compare import main
 from viewer.groups import plain, read_groups
+from viewer.report import write_report
 from viewer.results import keep_runs, read_json, read_runs, relative_paths, write_json
 from viewer.results import main as keep
 from viewer.table import Z, print_table, wilson
@@ -271,8 +272,23 @@ def test_kinds_of_questions_have_accuracies_and_no_shares(tmp_path, monkeypatch)
         draw_line(axes, [{"step": step, "eval/x": 1} for step in range(steps)], "eval/x")
     assert [line.get_linestyle() for line in axes.lines] == ["None", "None", "-"]
     shown = viewer.curve._panels([{"reward/total": 0, "completion/called": 0.5, "completion/failed_calls": 0.5}])
-    assert list(shown) == ["total reward", "share of completions", "mean number per completion"]
+    assert [panel.title for panel, _ in shown] == ["reward", "share of completions", "mean number per completion"]
     assert not {"completion/one_hop", "eval/greedy/accuracy_called", "eval/greedy/accuracy_unknown_calls"} & {*keys}
+
+
+def test_a_metric_has_one_title_wherever_it_is_shown(make_run, tmp_path):
+    """In the picture and the page of its run, in a comparison, and in the colours of tokens."""
+    run = make_run("a", lines=40)
+    of_picture = viewer.curve._panels(KEPT["seed0"].metrics.rows)
+    (title,) = {panel.title for panel, labels in of_picture if "loss/kl" in labels}
+    page = json.loads(re.search(r'id="run-data">(.*?)</script>', write_report(run).read_text(encoding="utf-8"))[1])
+    of_page = {panel["title"] for panel in page["panels"] if "loss/kl" in panel["labels"]}
+    assert of_page == {page["titles"]["kl"]} == {title}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        main([str(run), "--panels", "loss/kl", "memory/peak_bytes", "--output", str(tmp_path / "a.svg")])
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert f"{title} (nats per token)" in drawn
+    assert "memory (GB)" in drawn
 
 
 # Committed results ----------------------------------------------------------------------------------------------------

@@ -351,8 +351,8 @@ def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batc
         mask = experience.action_mask[index]
         assert [(update.epoch, update.minibatch) for update in seen] == [(0, 0), (1, 0), (2, 0)]
         for update, (log_probs, entropy, _) in zip(seen, updates, strict=True):
-            assert torch.equal(update.tokens["log_probs"], log_probs[index] * mask)
-            assert torch.equal(update.tokens["entropy"], entropy[index] * mask)
+            assert torch.equal(update.measurements["log_probs"], log_probs[index] * mask)
+            assert torch.equal(update.measurements["entropy"], entropy[index] * mask)
 
 
 def test_a_loss_names_what_is_logged_about_its_tokens(experience):
@@ -369,7 +369,7 @@ def test_a_loss_names_what_is_logged_about_its_tokens(experience):
     assert metrics["policy/surprise"] == pytest.approx(sum(means) / len(means), rel=1e-6)
     assert not {"loss/kl", "policy/clipped", "policy/ratio", "policy/first_ratio", "policy/ratio_min"} & metrics.keys()
     (row, *_) = statistics.rows[10, 0]
-    torch.testing.assert_close(row.tokens["push"], (experience.advantages * mask / B)[0])
+    torch.testing.assert_close(row.measurements["push"], (experience.advantages * mask / B)[0])
 
 
 def test_terms_of_rows_are_refused(experience):

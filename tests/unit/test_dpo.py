@@ -19,7 +19,7 @@ from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
 from common.preferences import preference_metrics
-from viewer.curve import _panels_of_pairs
+from viewer.panels import panels_of
 from viewer.report import count_rows_per_step, write_report
 
 from harness.logs.statistics import RowUpdate, UpdateStatistics, pair_metrics
@@ -177,7 +177,7 @@ def test_the_end_of_the_turn_is_learned_and_the_prompt_is_not(policy_and_pairs, 
     for pair in pairs[:3]:
         prompt = encode_prompt(policy.tokenizer, [{"role": "user", "content": pair.chosen.question}])
         for row, sign in zip(pair.rows, (1, -1), strict=True):
-            push = statistics.rows[row.prompt_index, row.completion_index][0].tokens["push"]
+            push = statistics.rows[row.prompt_index, row.completion_index][0].measurements["push"]
             ends = [place for place, token in enumerate(row.ids) if token in policy.end_of_turn_ids]
             assert row.ids[: len(prompt)] == prompt
             assert ends[-1] >= len(prompt)
@@ -255,8 +255,8 @@ def test_the_terms_of_samples_add_up_to_the_logged_loss(run):
     page = write_report(directory).read_text(encoding="utf-8")
     assert "trained the policy tiny on the pairs of" in page
     assert count_rows_per_step(json_of(directory / "config.json")) == len(samples)  # the page compares complete steps
-    panels = _panels_of_pairs(metrics_of(directory))
-    assert "eval/log_prob_rejected" in panels["log-prob of an answer (held-out pairs, nats)"]
+    panels = {panel.title: labels for panel, labels in panels_of(metrics_of(directory))}
+    assert "eval/log_prob_rejected" in panels["log-prob of an answer"]
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(run, train):

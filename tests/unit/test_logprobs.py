@@ -352,7 +352,7 @@ def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
 def test_micro_batches_of_tokens_hold_every_row_once(policy, batch):
     batch = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
     lengths = batch.attention_mask.sum(dim=1)
-    parts = batch.micro_batch_rows(MicroBatchSize(rows=5, tokens=40))
+    parts = batch.micro_batch_rows(MicroBatchSize(rows=5, num_tokens=40))
     assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
     assert len(parts) > 3
     for rows in parts:
@@ -361,7 +361,7 @@ def test_micro_batches_of_tokens_hold_every_row_once(policy, batch):
         assert len(rows) <= 5
         assert len(row.ids) <= 40
     longest = int(lengths.max())
-    alone = batch.micro_batch_rows(MicroBatchSize(rows=5, tokens=longest - 5))
+    alone = batch.micro_batch_rows(MicroBatchSize(rows=5, num_tokens=longest - 5))
     assert any(len(rows) == 1 and lengths[rows[0]] == longest for rows in alone)
     assert_close(
         token_log_probs(policy, batch, MicroBatchSize(5, 40)),

@@ -330,7 +330,7 @@ def test_the_policy_waits_until_the_critic_is_warm(train, update, make_policy, s
         for olds, part in zip(before, (policy.model, policy.critic), strict=True)
     ]
     assert moved == [step > 1, True]
-    pushes = torch.cat([row.tokens["push"] for rows in statistics.rows.values() for row in rows])
+    pushes = torch.cat([row.measurements["push"] for rows in statistics.rows.values() for row in rows])
     assert bool(pushes.any()) == (step > 1)
     metrics = statistics.metrics()
     assert metrics["critic/loss"] > 0

@@ -102,7 +102,7 @@ def test_a_page_holds_what_the_run_wrote(directory):
     data, chunks = read_page(path)
     assert data["metrics"]["steps"] == [0, 1, 2, 3, 3]
     assert data["metrics"]["series"]["loss/total"] == pytest.approx([None, 1 / 3, 2 / 3, 1, None], abs=1e-7)
-    assert data["tokens"] == {"7": [" four", 0], "2": ["<|end|>", 3], "5": ["in the prompt", 0]}
+    assert data["tokenTexts"] == {"7": [" four", 0], "2": ["<|end|>", 3], "5": ["in the prompt", 0]}
     assert data["steps"] == [{"step": step, "rows": 4, "of": 4, "prompts": [0, 1]} for step in (1, 2, 3)]
     assert chunks.keys() == {1, 2, 3}
     assert [len(group["rows"]) for group in chunks[2]["groups"]] == [2, 2]
@@ -132,8 +132,8 @@ def test_log_probs_decode_to_what_was_written():
     assert row["ref"] == [-250_000, None, -999_998]
     assert row["entropy"] == [123_456, 500_000, 250_000]
     (update,) = row["updates"]
-    tokens = {"terms": [-1.23457e-05, 0.125, 1], "push": [0.5, None, None], "clipped": [1, 0, 0]}
-    assert update == {"epoch": 0, "minibatch": 0, "log_probs": [-10_000, 1, -1], "tokens": tokens}
+    measurements = {"terms": [-1.23457e-05, 0.125, 1], "push": [0.5, None, None], "clipped": [1, 0, 0]}
+    assert update == {"epoch": 0, "minibatch": 0, "log_probs": [-10_000, 1, -1], "measurements": measurements}
 
 
 def test_what_a_row_does_not_have_is_null():
@@ -159,12 +159,10 @@ def test_findings_are_grouped_into_ranges_of_steps(directory):
     ({"baseline": "mean", "group_size": 1}, "each once. Each completion earns a reward. Its advantage says how", False),
 ])  # fmt: skip
 def test_a_page_explains_the_algorithm_of_its_run(directory, changes, sentence, compares):
-    """A sentence about groups whose rewards are all equal is only true where the group is the baseline."""
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     path = write_report(directory)
     assert sentence in text_of(path, "reading")
     assert ("nothing to compare" in text_of(path, "reading")) == compares
-    assert read_page(path)[0]["comparesGroups"] == compares
     (directory / "config.json").write_text(json.dumps({"pairs_per_step": 2}))
     assert "give the chosen one a higher score" in text_of(write_report(directory), "reading")
 
@@ -259,7 +257,7 @@ def test_text_of_a_model_is_only_data(directory, text):
     path = write_report(directory)
     data, chunks = read_page(path)
     (group,) = chunks[1]["groups"]
-    assert (group["question"], group["rows"][0]["text"], data["tokens"]["7"][0]) == (text, text, text)
+    assert (group["question"], group["rows"][0]["text"], data["tokenTexts"]["7"][0]) == (text, text, text)
     assert text not in path.read_text(encoding="utf-8")
 
 

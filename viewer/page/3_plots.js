@@ -18,7 +18,7 @@ const hasDots = (curve) => isEvaluation(curve.key) || isSparse(curve);
 
 /** One panel: a figure with its curves, a legend with values, and a table of all of them. */
 class Panel {
-  constructor({ title, sentence, curves, floor, ceiling }, { onPoint, onChoose }) {
+  constructor({ title, about, curves, floor, ceiling }, { onPoint, onChoose }) {
     Object.assign(this, { title, curves, floor, ceiling, onPoint, onChoose });
     this.at = element("span", { class: "at" });
     this.plotPlace = element("div", {
@@ -35,7 +35,7 @@ class Panel {
       const swatch = element("span", { class: `swatch${kind}`, css });
       return element("li", {}, swatch, element("span", {}, curve.label), this.outputs[i]);
     });
-    const heading = element("h3", {}, title, element("span", { class: "unit" }, ` ${sentence}`));
+    const heading = element("h3", {}, title, element("span", { class: "unit" }, ` ${about}`));
     const parts = [heading, this.at, this.plotPlace, element("ul", { class: "legend" }, entries), this.values()];
     this.root = element("div", { class: "panel", "data-panel": title }, parts);
     this.plot = new uPlot(this.options(), [allSteps, ...curves.map(({ values }) => values)], this.plotPlace);
@@ -105,8 +105,8 @@ class Panel {
     if (low === null) return [0, 1];
     const { floor, ceiling } = this;
     const room = (high - low || Math.abs(high) || 1) * 0.08;
-    const top = ceiling !== undefined && high <= ceiling && high > ceiling / 2 ? ceiling * 1.03 : high + room;
-    return [floor !== undefined && low >= floor ? floor : low - room, top];
+    const top = ceiling !== null && high <= ceiling && high > ceiling / 2 ? ceiling * 1.03 : high + room;
+    return [floor !== null && low >= floor ? floor : low - room, top];
   }
 
   /** A line at the step whose samples are shown. */
@@ -172,7 +172,7 @@ function drawCurves(onChoose) {
   const redraw = () => panels.forEach(({ plot }) => plot.redraw(false, true));
   for (const panel of listPanels()) {
     panels.push(new Panel(panel, { onPoint, onChoose }));
-    byId(panel.more ? "more-panels" : "panels").append(panels.at(-1).root);
+    byId(panel.isMore ? "more-panels" : "panels").append(panels.at(-1).root);
   }
   byId("more-count").textContent = byId("more-panels").children.length;
   byId("more").hidden = !byId("more-panels").children.length;

@@ -4,7 +4,7 @@ const END_OF_TURN = 2; // a flag of a token, beside 1 for a special one
 const LONGEST_TOKEN = 200; // characters of a token that are shown
 
 /** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
-const tokenOf = (id) => data.tokens[id] ?? [`‹${id}›`, 0];
+const tokenOf = (id) => data.tokenTexts[id] ?? [`‹${id}›`, 0];
 
 /** A token's text for labels, where blanks are words. */
 const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
@@ -42,10 +42,12 @@ function tokenSpan(id, index, outside) {
 const difference = (a, b) => (isNumber(a) && isNumber(b) ? (a - b) * MICRO : NaN);
 
 /** What an update says of action token i under a name; NaN if the run did not write it. */
-const numberIn = (update, name, i) => update.tokens[name]?.[i] ?? NaN;
+const numberIn = (update, name, i) => update.measurements[name]?.[i] ?? NaN;
+
+const updatesOf = (rows) => rows.flatMap((row) => row.updates);
 
 /** The names of what the run wrote for each token in each update, in its order: terms, push, and others. */
-const namesIn = (rows) => [...new Set(rows.flatMap((row) => row.updates.flatMap(({ tokens }) => Object.keys(tokens))))];
+const namesIn = (rows) => [...new Set(updatesOf(rows).flatMap((update) => Object.keys(update.measurements)))];
 
 /** Whether a row's tokens are those of a file, and nobody sampled them: the sampler's log-probs are the reference's. */
 const isGiven = (row) => row.finish_reason === "given";
@@ -69,11 +71,11 @@ function numbersOf(row) {
 function checkLoss(groups, logged, complete) {
   const updates = new Map();
   const rows = groups.flatMap((group) => group.rows);
-  for (const { epoch, minibatch, tokens } of rows.flatMap((row) => row.updates)) {
+  for (const { epoch, minibatch, measurements } of updatesOf(rows)) {
     const key = `${epoch} ${minibatch}`;
     if (!updates.has(key)) updates.set(key, { epoch, minibatch, rows: 0, total: 0 });
     updates.get(key).rows += 1;
-    updates.get(key).total += sum((tokens.terms ?? [NaN]).map((term) => term ?? NaN));
+    updates.get(key).total += sum((measurements.terms ?? [NaN]).map((term) => term ?? NaN));
   }
   const inOrder = [...updates.values()].sort((a, b) => a.epoch - b.epoch || a.minibatch - b.minibatch);
   const total = mean(inOrder.map((update) => update.total));
@@ -124,16 +126,16 @@ const UPDATE_COLORS = {
     least: 0.1,
     ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
   },
-  kl: { label: "KL to the reference", least: 1e-4 },
+  kl: { label: data.titles.kl, least: 1e-4 },
 };
 
 /** All possible colours of the tokens of these rows, the push first. */
 function colorsOf(rows) {
   const names = [...new Set(["push", "terms", ...namesIn(rows)])];
-  const updates = rows.flatMap((row) => row.updates);
+  const updates = updatesOf(rows);
   const kindOf = (name) => {
     const { by = (x) => x, least = 1e-9, words = ["", ""], total, ...more } = UPDATE_COLORS[name] ?? {};
-    const diverging = total || updates.some(({ tokens }) => tokens[name]?.some((value) => value < 0));
+    const diverging = total || updates.some(({ measurements }) => measurements[name]?.some((value) => value < 0));
     const ends = (most) => [`${short(-most)}${words[0]}`, "0", `${short(most)}${words[1]}`];
     return {
       label: name.replaceAll("_", " "),

@@ -7,7 +7,7 @@ class GroupView {
     this.rows = group.rows.map(numbersOf);
     this.colors = colorsOf(group.rows);
     this.hasTerms = namesIn(group.rows).includes("terms");
-    this.tokens = []; // of every list: {list, ids, numbers (null for the prompt), spans}
+    this.lists = []; // of every list: {list, ids, numbers (null for the prompt), spans}
     fill(byId("group-head"), this.head());
     this.cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
     const list = element("div", { class: `cards${this.cards.length > 16 ? " many" : ""}` }, this.cards);
@@ -35,7 +35,7 @@ class GroupView {
   head() {
     const { question, answer, prompt, rows } = this.group;
     const total = sum(this.rows.flatMap(({ totals }) => totals.terms));
-    const isNamed = [prompt, ...rows.map((row) => row.ids)].every((ids) => ids.every((id) => data.tokens[id]));
+    const isNamed = [prompt, ...rows.map((row) => row.ids)].every((ids) => ids.every((id) => data.tokenTexts[id]));
     const note = [
       answer !== null && ["Answer: ", element("b", {}, shortened(answer, 500)), ". "],
       `${count(rows.length, "completion")}, highest return first. `,
@@ -86,12 +86,12 @@ class GroupView {
     const list = this.list(`Tokens of completion ${row.completion_index}`, row.ids, numbers);
     const starts = row.mask.flatMap((bit, i) => (i === 0 || bit !== row.mask[i - 1] ? [i] : []));
     if (starts.length < 2 || !row.turns) return list;
-    const tokens = [...list.children];
+    const spans = [...list.children];
     starts.forEach((start, segment) => {
       const length = (starts[segment + 1] ?? row.mask.length) - start;
       const [who, where] = row.mask[start] ? ["policy", "in the loss"] : ["tools and template", "not in the loss"];
       const text = `${who}: ${count(length, "token")} ${where}`;
-      tokens[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+      spans[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
     });
     return list;
   }
@@ -100,8 +100,8 @@ class GroupView {
   list(label, ids, numbers) {
     const spans = ids.map((id, index) => tokenSpan(id, index, !numbers?.row.mask[index]));
     const roles = { role: "listbox", "aria-label": label, "aria-orientation": "horizontal" };
-    const list = element("div", { class: "tokens", "data-list": this.tokens.length, ...roles }, spans);
-    this.tokens.push({ list, ids, numbers, spans });
+    const list = element("div", { class: "tokens", "data-list": this.lists.length, ...roles }, spans);
+    this.lists.push({ list, ids, numbers, spans });
     return list;
   }
 
@@ -121,7 +121,7 @@ class GroupView {
     const views = this.rows.map((numbers) => ({ ...numbers, update: numbers.row.updates[pass] ?? null }));
     const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
     const most = kind.scale(values.flat());
-    for (const { numbers, spans } of this.tokens.filter((list) => list.numbers)) {
+    for (const { numbers, spans } of this.lists.filter((list) => list.numbers)) {
       const r = this.rows.indexOf(numbers);
       spans.forEach((span, index) => {
         const i = numbers.action[index];
@@ -129,7 +129,7 @@ class GroupView {
         const value = values[r][i];
         span.classList.toggle("below", kind.flipped ? value > 0 : value < 0);
         span.classList.toggle("unknown", !isNumber(value));
-        span.classList.toggle("clipped", Boolean(views[r].update?.tokens.clipped?.[i]));
+        span.classList.toggle("clipped", Boolean(views[r].update?.measurements.clipped?.[i]));
         span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
       });
     }
@@ -157,7 +157,7 @@ class GroupView {
   // ---- choosing a token
 
   choose(place, told = true) {
-    const { list, spans, numbers } = this.tokens[place.list];
+    const { list, spans, numbers } = this.lists[place.list];
     this.unselect();
     list.querySelector('[tabindex="0"]').tabIndex = -1;
     spans[place.index].tabIndex = 0;
@@ -171,9 +171,9 @@ class GroupView {
 
   key(place, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const { spans } = this.tokens[place.list];
+    const { spans } = this.lists[place.list];
     const last = spans.length - 1;
-    const inList = (number, index) => this.tokens[number]?.spans[Math.min(index, this.tokens[number].spans.length - 1)];
+    const inList = (number, index) => this.lists[number]?.spans[Math.min(index, this.lists[number].spans.length - 1)];
     const moves = {
       ArrowLeft: () => spans[Math.max(place.index - 1, 0)],
       ArrowRight: () => spans[Math.min(place.index + 1, last)],
@@ -192,12 +192,12 @@ class GroupView {
 
   /** Choose the token that an address names. */
   select(completion, index) {
-    const list = this.tokens.findIndex(({ numbers }) => numbers?.row.completion_index === completion);
-    if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
+    const list = this.lists.findIndex(({ numbers }) => numbers?.row.completion_index === completion);
+    if (list >= 0 && this.lists[list].spans[index]) this.choose({ list, index }, false);
   }
 
   unselect() {
-    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+    if (this.chosen) this.lists[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
   }
 
   /** No token is chosen any more. */
@@ -212,7 +212,7 @@ class GroupView {
 
   /** Its place, its text, and its numbers where it has some. */
   facts({ list, index }) {
-    const { ids, numbers } = this.tokens[list];
+    const { ids, numbers } = this.lists[list];
     const [text, flags] = tokenOf(ids[index]);
     const position = numbers ? this.group.prompt.length + index : index;
     const i = numbers?.action[index] ?? null;
