@@ -8,9 +8,12 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
+from common.parallel import world_size
 
+from harness.base import ranks
 from harness.base.config import Group, PolicyConfig, shown
-from harness.base.flags import group_fields
+from harness.base.flags import flag, group_fields
+from harness.base.machine import describe_machine
 from harness.base.places import current_name, train_file
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
@@ -19,9 +22,13 @@ from harness.run.settings import (
     changed_settings,
     check_sources,
     describe_settings,
+    describe_sources,
+    experiment_of,
     read_settings,
+    script_of,
     write_settings,
 )
+from harness.task.task import Task
 
 LOCK = ".lock"  # the operating system releases it when the process ends, for whatever reason
 BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # files that a kill can leave before a run begins
@@ -34,6 +41,24 @@ class RunDirectory(NamedTuple):
     step: int = 0  # of the checkpoint that the run continues from; 0: there is none
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
     num_steps: int | None = None  # its --steps until now
+
+
+def open_directory(config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> RunDirectory:
+    """The run's directory, which the main process makes, or takes back to its checkpoint."""
+    machine = describe_machine() | {"processes": world_size(), "script": script_of(config)}
+    with ranks.together():
+        sources = describe_sources(config, task) | searched
+    flags = {flag(name): value for name, value in vars(config).items() if name not in ("device", "threads")}
+    ranks.check_alike(flags | {f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
+    opened = []
+
+    def open_here() -> RunDirectory:
+        opening = open_resumed_run if config.resume else make_directory
+        opened.append(opening(experiment_of(config), config, machine, sources))
+        return opened[0]._replace(lock=None)  # a lock cannot be sent to other processes
+
+    directory = ranks.on_main(open_here)
+    return opened[0] if opened else directory
 
 
 def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:

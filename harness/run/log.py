@@ -10,16 +10,16 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
-from harness.base.files import finite, read_lines
+from harness.base.files import finite, read_lines, replace_file
 from harness.base.ranks import on_main
 from harness.base.terminal import printable, progress_bar, say
 from harness.logs.diagnosis import Diagnosis
 from harness.logs.metrics import MetricsLog, progress_line, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
-from harness.logs.summary import show_gain, summarise_gain, summarise_steps
+from harness.logs.summary import read_before, show_gain, summarise_gain, summarise_steps
 from harness.models.pretrained import count_parameters
-from harness.run.checkpoints import DIAGNOSIS, METRICS, SAMPLES, TOKENS
+from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS
 from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
 from harness.task.task import Task
@@ -93,8 +93,17 @@ class RunLog:
         if shows_samples(step):
             on_main(lambda: self._metrics.show_samples(step, lines))
 
-    def compare(self, before: Evaluation, after: Evaluation, best: dict | None) -> None:
+    @property
+    def has_before(self) -> bool:
+        return on_main(lambda: read_before(self._directory / BEFORE) is not None)
+
+    def keep_before(self, before: Evaluation) -> None:
+        """Save the evaluation before training for when the run is resumed, and for `compare`."""
+        on_main(lambda: replace_file(self._directory / BEFORE, json.dumps(before).encode()))
+
+    def compare(self, after: Evaluation, best: dict | None) -> None:
         """Write the summary of a run that was evaluated before and after training, and print the gain."""
+        before = read_before(self._directory / BEFORE)
         results = summarise_gain(self._task, before, after)
         self.write_summary(results, best)
         show_gain(self._directory, self._task, before, after, results["gain"])

@@ -5,10 +5,10 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl
                          report.html  trace.json.gz  .lock
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,18 +19,12 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from harness.base.config import PolicyConfig
-from harness.base.files import replace_file
 from harness.base.ranks import on_main
-from harness.logs.clock import StepClock, StepTrace
 from harness.logs.statistics import UpdateStatistics
-from harness.logs.summary import read_before
-from harness.processes.training import DataParallel
-from harness.run.checkpoints import BEFORE, Checkpoints
-from harness.run.directory import RunDirectory
-from harness.run.log import RunLog
-from harness.run.schedule import LearningRate
-from harness.run.stopping import Stopping, StopRequest
 from harness.task.task import Task
+
+if TYPE_CHECKING:
+    from harness.run.directory import RunDirectory
 
 
 class Run:
@@ -44,8 +38,16 @@ class Run:
     __slots__ += ("contexts", "directory", "resumed_at", "step", "stopping")
 
     def __init__(
-        self, directory: RunDirectory, config: PolicyConfig, task: Task | None, num_steps: int | None, accelerator
+        self, directory: "RunDirectory", config: PolicyConfig, task: Task | None, num_steps: int | None, accelerator
     ):
+        # not at the top: --help needs none of it
+        from harness.logs.clock import StepClock, StepTrace
+        from harness.processes.training import DataParallel
+        from harness.run.checkpoints import Checkpoints
+        from harness.run.log import RunLog
+        from harness.run.schedule import LearningRate
+        from harness.run.stopping import Stopping, StopRequest
+
         self.directory, self.step, self.resumed_at = directory.path, directory.step, directory.step
         self._num_steps = num_steps
         functions = None if task is None else task.scorer.functions
@@ -149,11 +151,11 @@ class Run:
     @property
     def has_before(self) -> bool:
         """Whether the evaluation before training has been logged."""
-        return on_main(lambda: read_before(self.directory / BEFORE) is not None)
+        return self._log.has_before
 
     def log_before(self, evaluation: Evaluation) -> None:
         """Log the evaluation before training as step 0, and save it for when the run is resumed."""
-        on_main(lambda: replace_file(self.directory / BEFORE, json.dumps(evaluation).encode()))
+        self._log.keep_before(evaluation)
         if not self.resumed_at:
             self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
 
@@ -164,7 +166,7 @@ class Run:
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print the gain."""
         self.log(self.step, {f"eval/{name}": value for name, value in after.metrics.items()})
-        on_main(lambda: self._log.compare(read_before(self.directory / BEFORE), after, self._checkpoints.best))
+        on_main(lambda: self._log.compare(after, self._checkpoints.best))
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, curve.png and report.html."""

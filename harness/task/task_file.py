@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, UnionType
 
-from common.environment import OUTCOMES
 from common.errors import UserError
 
 from harness.base.checks import is_finite, local_path
@@ -21,7 +20,7 @@ from harness.base.terminal import describe_error, say, short
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
 # Names of other metrics, or their beginnings, which a description cannot use.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
-TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
+TAKEN |= {"failed_searches", "malformed_calls", "unknown_calls", "failed_calls", "unanswered_calls"}
 TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
 PATIENCE = 10  # seconds that a call of a task's function takes before the user is told
 

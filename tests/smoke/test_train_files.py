@@ -342,10 +342,10 @@ def test_the_four_published_names_are_there():
 LATER = {"transformers", "tokenizers", "accelerate", "peft", "datasets", "huggingface_hub"}
 LATER |= {"rich", "matplotlib", "wandb"}
 LATER |= {"torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy"}
-LATER |= {"common.critic", "common.observations", "common.preferences", "common.search"}
+LATER |= {"common.calculator_tool", "common.critic", "common.observations", "common.preferences", "common.reward_model"}
+LATER |= {"common.search", "common.tools", "harness.logs.metrics", "harness.run.checkpoints", "harness.run.settings"}
 LATER |= {"fast.cache", "fast.decoding", "fast.kept_rows"}
 LATER |= {"harness.engines", "harness.exporting", "harness.search", "harness.tools", "viewer"}
-MOST_FILES, MOST_LINES = 72, 9_600  # of the repository, with train.py
 
 
 def test_help_imports_little(cold):
@@ -357,7 +357,3 @@ def test_help_imports_little(cold):
     loaded = dict(word.split("=", 1) for word in result.stdout.splitlines()[-1].split(" ") if "=" in word)
     assert "common.sampling" in loaded, result.stderr
     assert LATER & loaded.keys() == set()
-    ours = (Path(file) for file in loaded.values() if "site-packages" not in file)
-    files = {train, *(path for path in ours if path.is_relative_to(ROOT))}
-    assert len(files) <= MOST_FILES
-    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= MOST_LINES

@@ -32,7 +32,7 @@ from tasks import calculator as calculator_task
 from harness.base.config import TINY_POLICY
 from harness.task.scorer import Scorer
 from harness.task.task import Task
-from harness.task.task_file import TaskFile
+from harness.task.task_file import TAKEN, TaskFile
 
 CALL = '{"name": "calculator", "arguments": {"expression": "17*23"}}'
 LLAMA_CALL = CALL.replace("arguments", "parameters")
@@ -419,6 +419,10 @@ def outcomes(state: State) -> dict[str, float]:
     described = state.describe()
     counts = {name: described[f"{name}_calls"] for name in OUTCOMES}
     return {name: count for name, count in counts.items() if count}
+
+
+def test_no_description_of_a_task_is_named_like_one_of_the_environment():
+    assert {f"{name}_calls" for name in OUTCOMES} <= TAKEN
 
 
 def test_a_task_cannot_reward_what_the_environment_does():
