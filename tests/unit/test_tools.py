@@ -6,7 +6,6 @@
 import json
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -417,12 +416,6 @@ def outcomes(state: State) -> dict[str, float]:
     described = state.describe()
     counts = {name: described[f"{name}_calls"] for name in OUTCOMES}
     return {name: count for name, count in counts.items() if count}
-
-
-def test_a_task_cannot_reward_what_the_environment_does():
-    module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0})
-    with pytest.raises(UserError, match=r"the name 'calls' is taken: give the reward component another"):
-        Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
 # Turns, the answers to all but the last, the outcomes of calls that were not executed, and the rewards for right
