@@ -74,6 +74,7 @@ def test_a_mistake_is_refused_in_one_sentence(before, command, sentence, tmp_pat
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     module = load_script(path)
     monkeypatch.setattr("torch.optim.AdamW", None)  # nothing is trained
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     last = ast.parse((ROOT / path).read_text(encoding="utf-8")).body[-1]  # if __name__ == "__main__":
     with pytest.raises(SystemExit) as ended:
         exec(compile(ast.Module(last.body, []), path, "exec"), vars(module))
