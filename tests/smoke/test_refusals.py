@@ -17,8 +17,8 @@ PLACES = {"ROOT": str(ROOT), "TINY": str(ROOT / "data" / "policies" / "tiny_poli
 
 def read_table() -> list[tuple[list[str], str, str]]:
     """Of each entry: the lines that precede its command in its block, the command, and the sentence."""
-    entries = []
-    for block in re.split(r"\n\s*\n", (ROOT / "tests" / "refusals.txt").read_text(encoding="utf-8")):
+    entries, text = [], (ROOT / "tests" / "refusals.txt").read_text(encoding="utf-8")
+    for block in re.split(r"\n\s*\n", text):
         before, command = [], ""
         for line in block.splitlines():
             if line.startswith("error: "):
@@ -28,6 +28,7 @@ def read_table() -> list[tuple[list[str], str, str]]:
                 command = line.removeprefix("$ python ")
             elif not line.startswith("#"):
                 before.append(line)
+    assert len(entries) == text.count("\n$ python ")
     return entries
 
 
