@@ -32,6 +32,7 @@ from common.errors import UserError
 
 from harness.base.checks import check_device, local_path
 from harness.base.config import BUNDLED, Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
+from harness.base.files import NO_SPACE
 from harness.base.ranks import num_launched
 from harness.base.signals import signals_to
 from harness.base.terminal import printable, say
@@ -51,7 +52,7 @@ from harness.exporting.writing import (
     written_answers,
 )
 from harness.models.loading import load_policy
-from harness.run.start import NO_SPACE, run_main
+from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         compare(config)
     except RunError as error:
-        sys.exit(f"error: {plain(error)}")
+        print(f"error: {plain(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Writing files so that a kill cannot leave them half written, and reading rows that one has cut off."""
 
+import errno
 import json
 import math
 import os
 from pathlib import Path
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -123,7 +123,8 @@ def _read_line(line: bytes, place: str) -> Row | UserError:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        return UserError(f"{place}: not JSON ({error.msg} at column {error.colno}); every line must be one object")
+        problem = error.msg.removesuffix(" at")
+        return UserError(f"{place}: not JSON ({problem} at column {error.colno}); every line must be one object")
     except UnicodeDecodeError as error:
         return UserError(f"{place}: not UTF-8 text ({error.reason})")
     if not isinstance(fields, dict):

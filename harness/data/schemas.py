@@ -242,7 +242,8 @@ def _agreed(found: dict[str, object], what: str, compared=lambda value: value) -
 
 
 def _differ(what: str, path: str, other: str) -> ValueError:
-    keep = CONVERT.format(f"remove_columns({other.partition('.')[0]!r})")
+    columns = [name.partition(".")[0] for name in other.split(" and ")]  # a prompt and its completion: two
+    keep = CONVERT.format(f"remove_columns({columns if columns[1:] else columns[0]!r})")
     return ValueError(f"{path!r} and {other!r} are different {what}: {keep} keeps the first")
 
 

@@ -33,16 +33,17 @@ def read_format(given: str) -> ThoughtFormat:
     Raises:
         UserError: the file does not hold an object with names and texts of `ThoughtFormat`, or a tag is missing.
     """
-    fields = {"thought_begins": given.replace("/", "", 1), "thought_ends": given}
+    names, fields = ThoughtFormat._fields, {"thought_begins": given.replace("/", "", 1), "thought_ends": given}
     if given.endswith(".json"):
         try:
             fields = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-            found = ThoughtFormat(**fields)
-        except (OSError, ValueError, TypeError) as error:
-            names = ", ".join(ThoughtFormat._fields)
-            raise UserError(f"--answer-begins {given}: it must be a JSON object of {names} ({error})") from error
-    else:
-        found = ThoughtFormat(**fields)
+            if others := {*fields} - {*names} if isinstance(fields, dict) else {type(fields).__name__}:
+                raise ValueError(f"not {min(others)}")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--answer-begins {given}: it must be a JSON object of {', '.join(names)} ({error})"
+            ) from error
+    found = ThoughtFormat(**fields)
     if not all(isinstance(tag, str) for tag in found) or not found.thought_ends:
         raise UserError(f"--answer-begins {given}: thought_ends must be text, and so must the other tags")
     if bool(found.answer_begins) != bool(found.answer_ends):

@@ -20,7 +20,7 @@ from common.policy import Policy
 
 from harness.base.checks import flag
 from harness.base.config import ModelConfig
-from harness.base.files import finite, replace_file
+from harness.base.files import NO_SPACE, finite, replace_file
 from harness.base.hub import find_test_split, is_hub_source
 from harness.base.machine import describe_machine
 from harness.base.terminal import completions_bar, printable, say
@@ -31,7 +31,6 @@ from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
-from harness.run.start import NO_SPACE
 from harness.task.questions import filter_rows, load_rows, read_renamed
 from harness.task.scorer import Scorer
 from harness.task.task import Task, check_context

@@ -1,6 +1,5 @@
 """Why a run ended early, and how it goes on."""
 
-import errno
 import shlex
 import shutil
 
@@ -11,12 +10,11 @@ from common.parallel import is_main
 
 from harness.base import ranks, signals
 from harness.base.config import PolicyConfig
+from harness.base.files import NO_SPACE
 from harness.base.machine import is_out_of_memory, out_of_memory
 from harness.run.run import Run
 from harness.run.settings import read_settings, write_settings
 from harness.task.task_file import TaskError
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
 
 def explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:

@@ -93,7 +93,7 @@ class Worker:
             answer = self._receive(START_SECONDS)
             if answer.startswith("error:"):
                 self.end()
-                raise NoAnswerError(answer, is_slow=False)
+                raise NoAnswerError(answer.removeprefix("error: "), is_slow=False)
         return self
 
     def ask(self, request: str, seconds: float) -> str:

@@ -102,26 +102,6 @@ def differences(directory: Path) -> list[float]:
     return [x["policy/sampling_log_prob_difference"] for x in rows_of(directory) if "loss/total" in x]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("", "give --engine-url URL of one that runs, or --engine-start"),
-        ("--engine-url http://127.0.0.1:1 --engine-start python", "and not both"),
-        ("--engine-url http://127.0.0.1:1 --lora-rank 2 --load-in 8bit --dtype bfloat16", "--load-in 8bit rounds"),
-        ("--engine-start --enforce-eager", "give the path of a Python"),
-        ("--engine-start /nowhere/python", "/nowhere/python could not be started"),
-    ],
-)
-def test_engines_that_cannot_be_are_refused(tmp_path, train, flags, sentence):
-    if "--load-in" in flags:
-        pytest.importorskip("bitsandbytes")
-    name, _, value = flags.partition(" ")
-    words = [f"{name}={value}"] if name == "--engine-start" else flags.split()
-    with pytest.raises(UserError, match=sentence):
-        train("refused", "--steps", "1", *words)
-    assert not list(tmp_path.glob("refused/engine/x/metrics.jsonl"))
-
-
 def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
     """Before the first sample: a prompt that is too long for the server, and a dtype that differs from the flags."""
     with pytest.raises(UserError, match=r"exceed the engine's context of 24 tokens: .* a longer --max-model-len"):

@@ -167,6 +167,3 @@ def test_a_server_that_ends_before_it_is_ready(start, tmp_path):
     assert str(caught.value).endswith(f"ended with status 3 before it was ready; the log {log} says: "
                                       "ValueError: 7 is odd ...")  # fmt: skip
     assert log.read_text(encoding="utf-8").startswith("OldError: of an earlier run\n\x1b[31mValueError")
-    (tmp_path / "text").touch()  # not a program
-    with pytest.raises(UserError, match=r"/text could not be started: check the path of the program"):
-        start([str(tmp_path / "text")])

@@ -33,12 +33,6 @@ def test_the_log_probs_of_a_server_are_the_models(engine_url, policy):
     assert found.min() < -0.1
 
 
-def test_a_server_knows_only_temperature_1(engine_url, policy):
-    policy.temperature = 0.7
-    with pytest.raises(UserError, match=r"--temperature 0\.7: a server computes the log-probs of a prompt at"):
-        TeacherServer(engine_url, policy)
-
-
 @pytest.fixture
 def run(load_script, tmp_path):
     def call(*flags: str):
@@ -134,16 +128,6 @@ def edited(tmp_path, file: str, old: str, new: str) -> str:
 def test_a_teacher_that_reads_otherwise_is_refused(run, tmp_path, file, old, new, message):
     with pytest.raises(UserError, match=message):
         run("--teacher", edited(tmp_path, file, old, new))
-
-
-@pytest.mark.parametrize(("teacher", "message"), [
-    ("nowhere", "--teacher nowhere: there is no such directory"),
-    ("experiment_base", "--teacher experiment_base holds no model"),
-])  # fmt: skip
-def test_a_teacher_that_is_none_is_refused(run, monkeypatch, teacher, message):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=message):
-        run("--teacher", teacher)
 
 
 def test_the_policy_moves_towards_the_bundled_teacher(run):

@@ -174,35 +174,6 @@ def test_interrupted_or_without_space_it_leaves_nothing(runs, export, tmp_path, 
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        ((), "RUN is missing"),
-        (("nowhere",), "RUN nowhere: there is no such directory"),
-        (("full", "--output", "."), "exists already: remove it, or choose another --output"),
-        (("full", "--push", "me"), "--push me: a repository of the hub is owner/name"),
-        (("full", "--push", "me/it"), "--push needs a token of the hub"),
-        (("full", "--private"), "--private is for --push owner/name"),
-        (("full", "--quantize", "4bit", "--dtype", "float16"), "--dtype float16 contradicts --quantize 4bit"),
-        (("full", "--license", "a: b"), "--license a: b is not an id of the hub"),
-    ],
-)
-def test_a_mistake_is_told_in_one_sentence(runs, load_script, tmp_path, monkeypatch, capsys, argv, sentence):
-    if "4bit" in argv:
-        pytest.importorskip("bitsandbytes")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    if argv and argv[0].startswith("full"):
-        (tmp_path / "full").symlink_to(runs / "full")
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: load_script("export.py").main(list(argv)))
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert sentence in error
-    assert error.count("\n") == 1
-
-
 def test_a_run_that_cannot_be_exported_says_why(copied, export):
     run = copied("full")
     (run / "final").rename(run / "elsewhere")

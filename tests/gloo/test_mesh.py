@@ -374,21 +374,6 @@ def test_what_cannot_be_split_is_refused_in_one_sentence(results_of, what, words
     assert words in results_of("1x2")["refusals"][what]
 
 
-@pytest.mark.parametrize(("flags", "sentence"), [
-    (["--tensor-parallel", "2"], "--tensor-parallel 2: 1 process cannot be divided into groups of 2: start a multiple"),
-    (["--load-in", "4bit", "--lora-rank", "4"], "--load-in 4bit: quantised weights cannot be divided"),
-    (["--engine", "http://127.0.0.1:1", "--lora-rank", "4"], "--engine needs exact weights of the whole model"),
-    (["--engine", "http://127.0.0.1:1", "--dtype", "bfloat16"], "use --dtype float32, and no adapter"),
-])  # fmt: skip
-def test_flags_that_a_mesh_cannot_follow_are_refused(load_script, flags, sentence):
-    if "--load-in" in flags:
-        pytest.importorskip("bitsandbytes")  # without it every experiment refuses the flag
-    train = load_script("scale/mesh/train.py")
-    config = train.parse_config(train.Config, flags, train.__doc__)
-    with pytest.raises(UserError, match=sentence):
-        train.start_mesh(config)
-
-
 # Whole runs
 
 RUN = (

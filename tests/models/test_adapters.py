@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from common.critic import ActorCritic
-from common.errors import UserError
 from common.policy import Policy
 from common.sampling import sample
 
@@ -345,8 +344,3 @@ def test_parameters_are_counted_whatever_holds_them(capsys, way):
     assert count_parameters(policy.model) == {"parameters": stored + adapters, "trained_parameters": trained}
     share = f"{100 * trained / (stored + adapters):.2f}%"
     assert f"{trained:,} of {stored + adapters:,} parameters are trained ({share})\n" in capsys.readouterr().out
-
-
-def test_a_layer_that_does_not_exist_gets_no_adapter():
-    with pytest.raises(UserError, match=r"^--lora-targets query: the linear layers .* are down_proj, gate_proj"):
-        add_adapter(load().model, rank=2, targets=("q_proj", "query"))

@@ -207,27 +207,6 @@ def test_the_gpus_of_an_estimate_need_not_be_here(
         assert found == ["one process", *filter(None, launches.split(", "))]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--gpus 8", "--gpus is for an estimate of memory: add --estimate"),
-        ("--gpu-memory 80 --device cuda", "--gpu-memory is for an estimate of memory: add --estimate"),
-        ("--estimate --gpu-memory 81559", "--gpu-memory must be above 0 and at most 1024, not 81559"),
-        ("--estimate --gpus 0 --gpu-memory 80", "--gpus must be at least 1, not 0"),
-        ("--estimate --gpus 8 --device cpu", "--gpus 8: this run is on cpu: add --gpu-memory 80"),
-        ("--estimate --gpu-memory 80 --device cpu", "is for an NVIDIA GPU, not for --device cpu"),
-        ("--estimate --gpu-memory 80 --gpus 6", "16 prompts cannot be divided among 6 processes"),
-        ("--estimate --gpu-memory 80 --gpus 6 --tensor-parallel 4", "--gpus 6 cannot be divided into groups of"),
-        ("--estimate --gpu-memory 80 --gpus 6 --tensor-parallel 2", "128 rows cannot be divided among 3 processes"),
-    ],
-)
-def test_gpus_that_no_estimate_can_be_for_are_refused(load_script, monkeypatch, flags, sentence):
-    experiment = "scale/mesh" if "tensor" in flags else "experiment_accelerate"
-    monkeypatch.syspath_prepend(ROOT / experiment)
-    with pytest.raises(UserError, match=sentence):
-        load_script(f"{experiment}/train.py").main(flags.split())
-
-
 def test_before_fsdp2_shards_a_model_each_process_evaluates_with_all_of_it(configure, monkeypatch):
     config, shape = configure("--dtype", "bfloat16")
     monkeypatch.setattr(estimating, "PROGRAM", 0)

@@ -3,9 +3,7 @@
 import copy
 import functools
 import itertools
-import json
 import math
-import shutil
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -149,30 +147,17 @@ def test_a_score_that_is_no_number_ends_the_run():
         Judge(lambda conversations: [float("nan")] * len(conversations)).score([QUESTION], ["58"])
 
 
-def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path):
-    two, run = save_judge(num_labels=2), tmp_path / "run"
-    shutil.copytree(two, run / "final")
-    (run / "config.json").write_text("{}")
-    damaged = save_judge()
+def test_a_reward_model_that_cannot_judge_is_refused(save_judge):
+    """test_refusals.py: what is no reward model."""
+    damaged, plain = save_judge(), save_judge()
     weights = AutoModelForSequenceClassification.from_pretrained(damaged)
     weights.score.weight.data[0, 0] = float("nan")
     weights.save_pretrained(damaged)
-    plain, own_code = shutil.copytree(save_judge(), tmp_path / "plain"), shutil.copytree(damaged, tmp_path / "code")
+    with pytest.raises(UserError, match=r"hold NaN or infinite numbers: score\.weight"):
+        load(str(damaged))
     (plain / "chat_template.jinja").unlink()
-    settings = json.loads((own_code / "config.json").read_text())
-    code = {"auto_map": {"AutoConfig": "x.C", "AutoModelForSequenceClassification": "x.M"}, "model_type": "mine"}
-    (own_code / "config.json").write_text(json.dumps(settings | code))
-    for path, sentence in (
-        (two, "gives 2 numbers: a reward model gives one"),
-        (damaged, "hold NaN or infinite numbers: score.weight"),
-        (TINY_POLICY, "is a LlamaForCausalLM, not a reward model"),
-        (plain, "has no chat template"),
-        (own_code, "needs its own code"),
-        (tmp_path, "no config.json"),
-        (run, f"is a run: give its {run / 'final'}"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            load(str(path))
+    with pytest.raises(UserError, match="has no chat template"):
+        load(str(plain))
 
 
 @pytest.mark.parametrize("settings", [{"max_position_embeddings": 64}, {"rope_parameters": LONGROPE}])

@@ -348,30 +348,6 @@ def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterru
     assert json_of(directory / "config.json")["steps"] == 6
 
 
-NOT_RESUMED = [  # changes of config.json, flags, and the sentence
-    ({}, "--lr 1e-3", r"^--lr .* differs from the run's .*: --config config\.json --model \S+/step_10 --lr \.\.\.$"),
-    ({}, "--model tiny_tools", r"^--model .* differs from the run's tiny: .*: --config config\.json --model \.\.\.$"),
-    ({}, "--config x.yaml", "^--seed 5 differs from the run's 0"),
-    ({}, "--steps 5", r"^--steps .* differs from the run's 6: .*; Ctrl-C ends it earlier, .* are in \S+/step_10$"),
-    ({}, "--wandb", "^--wandb .* differs from the run's"),
-    ({"experiment": None}, "", "is not a run's$"),
-    ({"experiment": "experiment_other"}, "", "is a run of experiment_other, not of experiment_base"),
-    ({"a": 1, "b": 2, "changed": ["b"]}, "", "with settings that do not exist here: b$"),
-    ({"a": 1, "model": None}, "", "with settings that do not exist here: a$"),  # its default is of another version
-]
-
-
-@pytest.mark.parametrize(("change", "flags", "sentence"), NOT_RESUMED)
-def test_what_is_not_this_run_is_not_resumed(tmp_path, monkeypatch, train, uninterrupted, change, flags, sentence):
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text("seed: 5")
-    for step in (9, 10):
-        Path(f"checkpoints/step_{step}").mkdir(parents=True)
-    (tmp_path / "config.json").write_text(json.dumps(json_of(uninterrupted / "config.json") | change))
-    with pytest.raises(UserError, match=sentence):
-        train("--resume", str(tmp_path), *flags.split())
-
-
 def test_a_changed_train_file_is_told(tmp_path, train, uninterrupted):
     """Git knows nothing of a file that a user has added and edits."""
     directory = copy_of(uninterrupted, tmp_path)

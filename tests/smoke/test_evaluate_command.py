@@ -149,29 +149,3 @@ def test_the_suite_of_one_benchmark_has_one_directory_and_its_own_figures(evalua
     assert found["shares"]["prompt_level_loose_acc"]["value"] == found["means"]["reward_loose"]
     with pytest.raises(UserError, match=r"--data .* has no file ifeval\.jsonl, which --suite ifeval needs"):
         evaluate(*flags, ".", "--compare", "out")
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (("--lora-rank", "4"), None),
-        (("--num-samples", "-1"), "--num-samples must be at least 0, not -1"),
-        (("--model", "new"), "for make_policy.py only"),
-        (("--task", "nowhere"), "--task nowhere: there is no such file"),
-        (("--compare", "nowhere"), "--compare nowhere: there is no results.json of an evaluation"),
-        (("--suite", "math", "--data", "nowhere"), "with --suite this is a directory that holds math500.jsonl"),
-        (("--max-new-tokens", "5000"), "exceed the model's context"),
-    ],
-)
-def test_a_mistake_is_told_in_one_sentence(evaluate, capsys, argv, sentence):
-    """It does not know the flags of training."""
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: evaluate("--limit", "2", *argv))
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    if sentence is None:
-        assert "Unrecognized" in error
-    else:
-        assert error.startswith("error: ")
-        assert sentence in error
-        assert error.count("\n") == 1

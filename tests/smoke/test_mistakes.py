@@ -13,13 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from run_files import ROOT, finished, read_lines
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common.errors import UserError
@@ -44,118 +43,11 @@ def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
     return lambda *argv: load_script(TRAIN).main([*QUICK, *argv])
 
 
-LONG = "a" * 5000
-
-
 def run_directories() -> list[Path]:
     return list(Path("runs").glob("*/*"))
 
 
-# Flags ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        # the ends of every range: smoke/test_train_files.py
-        ("--steps 0", "^--steps must be at least 1, not 0$"),
-        ("--top-p 1.5", "^--top-p must be above 0 and at most 1, not 1.5$"),
-        (f"--seed {10**40}", r"^--seed must be at least 0 and at most 1e\+18, not 10+( ...)?$"),
-        ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
-        ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
-        ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
-        ("--keep-best x", "--keep-best compares evaluations, and --eval-every 0 makes none"),
-        ("--stop-when eval/x>0", "--stop-when compares evaluations, and --eval-every 0 makes none"),
-        ("--keep-best x --eval-every 2", "--eval-every 2 makes none during training: give a number from 1 to --steps"),
-        ("--wandb-group x", "--wandb-group is for Weights & Biases: add --wandb"),
-        ("--lora-targets q_proj", "--lora-targets needs an adapter to train: add --lora-rank"),
-        ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
-        ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
-        ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
-        pytest.param(
-            "--attn-implementation flash_attention_2 --dtype bfloat16",
-            r"flash_attention_2 needs the package flash-attn, .* pip install -e \"\.\[flash\]\" --no-build-isolation",
-            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="FlashAttention-2 is installed"),
-        ),
-        ("--at-most num_terms=1", "none of the 192 rows of .* passes the filters"),
-        ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
-        ("--reward-weight format=1 --reward_weight correct=2", "--reward-weight is given 2 times"),
-        ("--task nowhere.py", "--task nowhere.py: there is no such file"),
-        ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
-        ("--model gpt2", "a hub id is owner/name"),
-        ("--data my=rows/x", "my=rows/x: there is no such file"),
-        ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
-        ("--data=", "--data is empty"),  # as from an unset shell variable
-        ("--data .", "there is no such file"),
-        (f"--model {LONG}", r"^--model a+ \.\.\.: .*File name too long"),
-        ("--runs-dir ~nobody-here/x", "^--runs-dir ~nobody-here/x: .*home"),
-        ("--resume ~nobody-here/x", "^--resume ~nobody-here/x: .*home"),
-    ],
-)
-def test_impossible_or_contradictory_flags_are_refused(train, argv, sentence):
-    """No run directory is created."""
-    with pytest.raises(UserError, match=sentence) as caught:
-        train(*argv.split())
-    assert len(str(caught.value)) < 300
-    assert not list(Path().iterdir())
-
-
-# Data ----------------------------------------------------------------------------------------------------------------
-
-
-def test_data_that_cannot_be_used_are_refused_by_file_and_line(train):
-    """unit/test_data.py has the other faults."""
-    Path("d.jsonl").write_text(GOOD_ROW + '{"question": "What is 2?"}\n')
-    for name in ("--data", "--eval-data"):
-        with pytest.raises(UserError, match=r"d\.jsonl:2: the field 'answer' is missing"):
-            train(name, "d.jsonl")
-    assert not run_directories()
-
-
-GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "sentence"),
-    [
-        ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* belong to --task qa$"),
-        (
-            "arithmetic",
-            {"prompt": "?", "target": 2},
-            r"'answer' is missing \(there are: prompt, target\); docs/data.md",
-        ),
-        ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one belong to --task gsm8k$"),
-        ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* belong to --task gsm8k$"),
-        ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* belong to --task math$"),
-        ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* belong to --task countdown$"),
-        ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
-        ("arithmetic", {"question": " ", "answer": "2"}, "its question is empty: remove the row"),
-        ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
-    ],
-)
-def test_rows_of_another_task_or_without_gold_are_refused(train, task, row, sentence):
-    Path("d.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=rf"^d\.jsonl:1: .*{sentence}"):
-        train("--task", task, "--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
-    assert not run_directories()
-
-
 # Models --------------------------------------------------------------------------------------------------------------
-
-
-def overwrite(name: str, text: str) -> Callable[[Path], None]:
-    return lambda model: (model / name).write_text(text) and None
-
-
-def cut_off_weights(model: Path) -> None:
-    path = model / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100_000])
-
-
-def lose_a_weight(model: Path) -> None:
-    kept = load_file(model / "model.safetensors")
-    del kept["model.layers.2.input_layernorm.weight"]
-    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def change(name: str, **values) -> Callable[[Path], None]:
@@ -167,94 +59,27 @@ def change(name: str, **values) -> Callable[[Path], None]:
     return damage
 
 
-def change_weight(name: str, value: float) -> Callable[[Path], None]:
-    def damage(model: Path) -> None:
-        weights = load_file(model / "model.safetensors")
-        weights[name].view(-1)[7] = value
-        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def add_token(role: str | None) -> Callable[[Path], None]:
+def add_token(model: Path) -> None:
     """Give the tokenizer one more token than the model has, without resizing the model."""
-
-    def damage(model: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.add_special_tokens({role: "[NEW]"}) if role else tokenizer.add_tokens(["[NEW]"])
-        tokenizer.save_pretrained(model)
-
-    return damage
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["[NEW]"])
+    tokenizer.save_pretrained(model)
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (overwrite("config.json", '{"model_type": "nonsense"}'), "could not be loaded: .*nonsense"),
-        (overwrite("config.json", '{"model_type": "llama", "hidden_size": "wide"}'), "could not be loaded: .*wide"),
-        (change("config.json", intermediate_size=1024), "could not be loaded"),
-        (cut_off_weights, "could not be loaded"),
-        (lose_a_weight, "lacks weights, model.layers.2.input_layernorm.weight for one"),
-        (lambda model: (model / "model.safetensors").unlink(), "could not be loaded: .*model.safetensors"),
-        (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
-        (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template, .* --chat-template FILE"),
-        (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
-        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
-        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
-        (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
-        (change("generation_config.json", eos_token_id=[2, 1024]), "model: the end-of-turn id 1024 is not among the"),
-        (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
-        (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
-        (add_token(None), "--model model: the tokenizer's id 1024 is not among the 1024 ids"),
-        (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
-    ],
-)  # fmt: skip
-def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sentence):
-    model = Path("model")
-    shutil.copytree(TINY_POLICY, model)
-    damage(model)
-    with pytest.raises(UserError, match=sentence) as caught:
-        train("--model", "./model", *FEW_ROWS, *SMALL)
-    assert "\n" not in str(caught.value)
+def test_a_token_that_the_model_lacks_is_refused(train):
+    shutil.copytree(TINY_POLICY, "model")
+    add_token(Path("model"))
+    with pytest.raises(UserError, match="--model model: the tokenizer's id 1024 is not among the 1024 ids"):
+        train("--model", "./model", *SMALL)
     assert not run_directories()
 
 
 def test_a_special_token_that_the_model_lacks_may_go_unused(train):
     """Gemma 3's text models share their tokenizer with the models that see images."""
     shutil.copytree(TINY_POLICY, "model")
-    add_token(None)(Path("model"))
+    add_token(Path("model"))
     change("tokenizer_config.json", image_token="[NEW]")(Path("model"))
     train("--model", "./model", *SMALL)
-
-
-def test_quantised_weights_that_are_not_numbers_are_refused(train):
-    pytest.importorskip("bitsandbytes")
-    shutil.copytree(TINY_POLICY, "model")
-    change_weight("model.layers.1.mlp.up_proj.weight", math.nan)(Path("model"))
-    with pytest.raises(UserError, match="computes logits that are NaN or infinite: are its weights damaged"):
-        train("--model", "./model", "--lora-rank", "2", "--load-in", "4bit", *SMALL)
-
-
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        ("a/run", r"--model a/run holds no model .*; did you mean a/run/final\?$"),
-        ("a/stopped", r"--model a/stopped holds no model .*; did you mean a/stopped/checkpoints/step_10\?$"),
-        ("./a", r"--model a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
-    ],
-)
-def test_a_directory_near_a_policy_gets_a_suggestion(train, model, sentence):
-    """A run also has a config.json, which does not belong to a model."""
-    for run in ("a/run", "a/stopped"):
-        for step in ("step_2", "step_10", "step_12.partial"):
-            Path(run, "checkpoints", step).mkdir(parents=True)
-            Path(run, "checkpoints", step, "adapter_config.json").write_text("{}")
-        Path(run, "config.json").write_text('{"experiment": "experiment_base"}')
-        Path(run, "metrics.jsonl").write_text("")
-    shutil.copytree(TINY_POLICY, "a/run/final")
-    with pytest.raises(UserError, match=sentence):
-        train("--model", model, *SMALL)
-    assert not run_directories()
 
 
 CODE = """
@@ -354,45 +179,6 @@ def test_a_model_without_template_runs_with_a_given_one(train, load_script):
         load_script(TRAIN).main(["--resume", "before/experiment_base/x"])
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, r"--chat-template t\.jinja cannot be read \(.*No such file"),
-        (b"\xe9", r"--chat-template t\.jinja cannot be read \('utf-8' codec"),
-        (b" \n", r"--chat-template t\.jinja is empty"),
-    ],
-)
-def test_a_file_that_is_no_chat_template_is_refused(train, content, sentence):
-    if content is not None:
-        Path("t.jinja").write_bytes(content)
-    with pytest.raises(UserError, match=sentence):
-        train("--chat-template", "t.jinja", *FEW_ROWS, *SMALL)
-    assert not run_directories()
-
-
-# Where runs are kept -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["file", "file/runs", "a/runs"])
-def test_a_file_in_the_way_of_a_run_is_left_alone(train, place):
-    Path("a/runs/experiment_base").mkdir(parents=True)
-    for path in ("file", "a/runs/experiment_base/x"):
-        Path(path).write_text("mine")
-    with pytest.raises(UserError, match=r"^--runs-dir: .* cannot be written \((Not a directory|File exists)\)"):
-        train("--runs-dir", place, *SMALL)
-    assert Path("file").read_text() == Path("a/runs/experiment_base/x").read_text() == "mine"
-
-
-def test_a_name_is_not_used_twice_and_the_run_is_left_as_it_was(train):
-    old = Path("runs/experiment_base/x")
-    old.mkdir(parents=True)
-    (old / "metrics.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"exists already; .*--resume runs/experiment_base/x$"):
-        train(*SMALL)
-    assert [path.name for path in old.iterdir()] == ["metrics.jsonl"]
-    assert (old / "metrics.jsonl").read_text() == "mine"
-
-
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 FAILS_LATER = """
@@ -438,23 +224,14 @@ def start(cwd: Path, *argv: str, **environment: str) -> subprocess.CompletedProc
     return finished(ROOT / TRAIN, *argv, cwd=cwd, env=inherited | alone | environment)
 
 
-NOBODY = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # a port where nothing listens
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "environment", "sentence"),
-    [
-        ("--data d.jsonl", OFFLINE, "d.jsonl:2: not JSON (Expecting ',' delimiter at column "),
-        ("--model owner/name", NOBODY, "owner/name: the hub does not answer"),
-    ],
-)
-def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, environment, sentence):
-    """`run_main` prints every mistake in one place; other tests in this process check the sentences."""
-    (tmp_path / "d.jsonl").write_text(GOOD_ROW + '{"a": 1 2}\n')
-    result = start(tmp_path, *argv.split(), **environment)
+def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, cold):
+    """Without the network; test_refusals.py has the other mistakes."""
+    result = start(tmp_path, "--model", "owner/name", HF_ENDPOINT="http://127.0.0.1:9")  # a port where nothing listens
     assert result.returncode == 2
-    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.startswith("error: owner/name: the hub does not answer")
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stdout
     assert not list(tmp_path.glob("runs/*/*"))

@@ -11,8 +11,6 @@ import torch
 from run_files import rows_of
 from safetensors.torch import load_file
 
-from common.errors import UserError
-
 from harness.base.terminal import POLICY, REWARD, TOOL
 
 pytestmark = pytest.mark.all_questions
@@ -116,23 +114,6 @@ def test_a_users_tool_is_offered_and_has_a_time_limit(train):
     assert "error: search gave no answer within 0.05 s" in answers
     assert rows_of(directory, "metrics")[1]["completion/failed_calls"] > 0
     assert json.loads((directory / "config.json").read_text())["sources"]["tools"]["source"].endswith("my_tools.py")
-
-
-def test_tools_that_cannot_be_used_are_refused(train):
-    names = [f"parameter_{number}" for number in range(400)]
-    described = "".join(f"        {name}: a number\n" for name in names)
-    signature = ", ".join(f"{name}: int" for name in names)
-    Path("long.py").write_text(f'def f({signature}) -> int:\n    """Add.\n\n    Args:\n{described}    """\n')
-    Path("my_tools.py").write_text(A_TOOL.replace("search(", "calculator("))
-    for flags, message in (
-        (["--tools", "my_tools.py"], r"^--tools \S+my_tools\.py: there is another tool called calculator"),
-        (["--tools", "nowhere.py"], r"^--tools nowhere\.py: there is no such file"),
-        (["--no-tool", "--tools", "my_tools.py"], r"^--no-tool leaves no tool"),
-        (["--tools", "long.py"], r"context of 1024 tokens: .*, or describe the functions of --tools in fewer"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train.main([*SMALL, *flags])
-    assert not list(Path("runs").glob("*/*"))
 
 
 @pytest.mark.slow

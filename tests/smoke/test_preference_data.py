@@ -89,23 +89,13 @@ def test_a_killed_command_is_continued(make, program, capsys):
 
 
 def test_other_settings_or_another_file_are_refused(make, whole):
-    Path("mine.jsonl").write_text("my thesis\n")
-    Path("seed.jsonl.settings.json").write_text("{")
     for output, flags, reason in (
         ("whole.jsonl", ["--seed", "1"], "--seed 1 differs from 0 in whole.jsonl.settings.json"),
         ("whole.jsonl", ["--shard", "2/3"], '--shard "2/3" differs from "1/1"'),
-        ("mine.jsonl", [], "--output mine.jsonl exists, and no mine.jsonl.settings.json says"),
-        ("seed.jsonl", [], "--output seed.jsonl or seed.jsonl.settings.json holds something else"),
-        ("new.jsonl", ["--shard", "4/3"], "--shard 4/3: give part and number of parts"),
-        ("new.jsonl", ["--split", "rl"], "--splits are names with shares"),
-        ("new.jsonl", ["--prompts", "empty.jsonl"], "empty.jsonl: no prompt is left"),
     ):
-        write_rows("empty.jsonl", [{"prompt": [{"role": "assistant", "content": "Hello"}]}])
         with pytest.raises(UserError, match=f"^{reason}"):
             make(SAMPLE, output, *SMALL, *flags)
-    assert Path("mine.jsonl").read_text() == "my thesis\n"
     assert Path("whole.jsonl").read_bytes() == whole
-    assert not Path("new.jsonl").exists()
 
 
 TURNS = [{"role": role, "content": content} for role, content in (("user", "Add 1 and 2."), ("assistant", "3"))]
@@ -161,17 +151,6 @@ def test_a_judge_scores(make, whole):
 
 def drop(response: dict) -> dict:
     return {name: value for name, value in response.items() if name != "score"}
-
-
-@pytest.mark.parametrize(("flags", "reason"), [
-    ([], "say who scores"), (["--by", "helpful"], "whole.jsonl:1: a response has no reward 'helpful'"),
-    (["--by", "correct", "--strict"], "--strict is about a reward model"),
-    (["--by", "correct", "--reward-model", "judge"], "say who scores"),
-    (["--reward-model-url", "http://127.0.0.1:1"], "the reward model at http://127.0.0.1:1 has not answered"),
-])  # fmt: skip
-def test_who_scores_is_said_once(make, whole, flags, reason):
-    with pytest.raises(UserError, match=f"^{reason}"):
-        make(SCORE, "scored.jsonl", "--responses", "whole.jsonl", *flags)
 
 
 # Conversations to imitate ---------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoTokenizer
 
 from common.chat import begin_completions, decode, encode_prompt
-from common.errors import UserError
 from tasks import countdown
 
 from harness.run.settings import read_settings
@@ -223,13 +222,3 @@ def test_the_questions_of_chosen_levels_are_written(load_script, tmp_path, monke
     written = Path("chosen.jsonl").read_text(encoding="utf-8")
     assert [json.loads(line) for line in written.splitlines()] == [rows[1], rows[2], rows[4]]
     assert capsys.readouterr().out == "chosen.jsonl: 3 of 5 questions\n"
-    files = set(tmp_path.iterdir())
-    for argv, sentence in (
-        (["--output", "chosen.jsonl"], "--output chosen.jsonl exists: delete it, or give another name"),
-        (["--output", "x", "--data", "a.jsonl", "--levels", "2"], "--levels 2: none of the 3 rows is of these levels"),
-        (["--output", "no/x", "--data", "a.jsonl"], r"--output no/x cannot be written \(No such file or directory\)"),
-        (["--output", "x", "--data", "c.jsonl"], "c.jsonl: there is no such file"),
-    ):
-        with pytest.raises(UserError, match=f"^{sentence}"):
-            make(argv)
-    assert set(tmp_path.iterdir()) == files

@@ -202,22 +202,6 @@ def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(ju
     assert {row["rewards"]["preference"] for row in direct} == {-3.0}
 
 
-@pytest.mark.parametrize(("flags", "sentence"), [
-    ("--strict", "--strict is about a reward model: give --reward-model"),
-    ("--reward-model {} --strict", "tell a thought from an answer: give --answer-begins"),
-    ("--reward-model {} --reward-model-url http://127.0.0.1:1", "are two judges: give one"),
-    ("--reward-model-url http://127.0.0.1:1", "nothing listens there"),
-    ("--reward-model not/a/directory", "no config.json"),
-    ("--stop-when over-optimised", "--stop-when is about a reward model"),
-    ("--stop-when eval/greedy/accuracy", '^--stop-when eval/greedy/accuracy: .* like "eval/greedy/accuracy>=0.9"$'),
-    ("--stop-when loss/kl>nan", "^--stop-when loss/kl>nan: this is neither"),
-])  # fmt: skip
-def test_flags_that_cannot_work_are_refused(judge, run, flags, sentence, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=sentence):
-        run("refused", *flags.format(judge / "final").split())
-
-
 # Over-optimisation
 
 

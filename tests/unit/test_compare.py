@@ -218,23 +218,6 @@ def test_a_line_is_the_mean_in_a_band_of_all_runs():
     assert viewer.bands._smooth({1: 1.0, 2: 2.0, 5: 6.0}) == {1: 1.0, 2: 1.5, 5: 3.0}
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    ([], r"no run is given"),
-    (["nowhere"], r"there is no directory nowhere"),
-    ([f"{RESULTS}/seed9*"], r"results holds no run seed9\*, but for example broken_mask, "),
-    ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
-    ([f"{RESULTS}/metrics.csv"], r"metrics\.csv is a file"),
-    (["{empty}"], r"empty has no metrics yet"),
-    ([f"{RESULTS}/seed0", "--panels", "reward/corect"], r"reward/corect: .* for example, reward/correct"),
-    ([f"{RESULTS}/seed0", "--output", "a.txt"], r"must end with \.png"),
-    ([f"{RESULTS}/seed0", "--output", "{empty}/no/a.png"], r"a\.png cannot be written \(No such file"),
-])  # fmt: skip
-def test_what_cannot_be_compared_is_told_in_a_sentence(make_run, arguments, sentence):
-    empty = make_run("empty", lines=0)
-    with pytest.raises(SystemExit, match=rf"^error: [^\n]*{sentence}[^\n]*$"):
-        main([argument.format(empty=empty) for argument in arguments])
-
-
 def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
     figures = {}

@@ -94,58 +94,6 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
     assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"] | {"lr": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (("--device", "toaster"), "--device must be cpu, cuda"),
-        (("--device", "cuda:99"), "this machine has"),
-        (("--device", "cpu:1"), r"this machine has 1 device\(s\) of the kind cpu"),
-        (("--device", "meta"), "--device must be cpu, cuda, .* not meta$"),
-        (("--name", "a/b"), "cannot be the name of a directory"),
-        (("--name", ".."), "cannot be the name of a directory"),
-        (("--model", "new"), r"for make_policy\.py only"),
-        (("--model", "gpt2"), "a hub id is owner/name"),
-        (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
-        (("--seed", "-1"), "--seed must be at least 0 and at most"),
-        (("--threads", "0"), "--threads must be at least 1"),
-        (("--config", "nowhere.yaml"), r"--config nowhere.yaml: no settings can be read there, .*No such file"),
-    ],
-)
-def test_impossible_settings_are_refused(load_script, argv, sentence):
-    with pytest.raises(UserError, match=sentence):
-        parse(load_script, *argv)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("lr: [", r"^--config x\.yaml: no settings can be read there, in YAML or JSON \(while parsing"),
-        ("- lr", r"^--config x\.yaml: it must hold one setting in each line"),
-        ("learning_rate: 1", r"^--config x\.yaml: there is no flag --learning-rate here"),
-        ("steps: 0", "^--steps must be at least 1, not 0"),
-    ],
-)
-def test_a_file_of_settings_is_checked_like_a_command_line(load_script, tmp_path, monkeypatch, text, sentence):
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=sentence):
-        parse(load_script, "--config", "x.yaml")
-
-
-@pytest.mark.parametrize(
-    ("script", "flag", "right"),
-    [
-        ("experiment_base/train.py", "--limit=5", "--max-prompts"),
-        ("rewards/dpo/train.py", "--max_prompts", "--max-pairs"),
-        ("evaluate.py", "--max-prompts", "--limit"),
-    ],
-)
-def test_the_name_that_another_program_has_for_a_flag_is_answered_with_the_right_one(load_script, script, flag, right):
-    name = flag.replace("_", "-").partition("=")[0]
-    with pytest.raises(UserError, match=rf"^there is no flag {name}: use {right}$"):
-        parse_config(load_script(script).Config, [flag, "5"], "")
-
-
 def test_the_settings_of_a_run_start_it_again(load_script, tmp_path):
     """All but its name; YAML's own reading of 1e-5 is a text."""
     flags = ("--lr", "1e-5", "--at-most", "num_terms=2", "num_digits=1", "--gradient-checkpointing", "--name", "first")

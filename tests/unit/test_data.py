@@ -9,7 +9,6 @@ import pytest
 from common.errors import UserError
 from tasks.arithmetic import FIELDS as REQUIRED
 
-from harness.base.checks import parse_sources
 from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.benchmarks import SUITES, Benchmark
@@ -75,8 +74,6 @@ def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
     }
     monkeypatch.setitem(SUITES, "math", ("math", benchmarks))
     settings = {"data": sums[1], "eval_data": sums[1], "eval_suite": "math", "eval_sets": (f"amc={sums[2]}",)}
-    with pytest.raises(UserError, match="--eval-suite math is asked by --task math, not by arithmetic"):
-        load_task(RunConfig(task="arithmetic", **settings | {"data": None, "eval_data": None}))
     config = RunConfig(task="math", device="cpu", system_prompt="", **settings)
     task = load_task(config)
     found = {name: [row["problem"] for row in rows] for name, rows in task.eval_sets.items()}
@@ -87,68 +84,9 @@ def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
     assert metrics["math/greedy/accuracy"] == mean
 
 
-@pytest.mark.parametrize("pair", ["amc", "amc=", "=x.jsonl", "a/b=x.jsonl", "greedy=x.jsonl"])
-def test_a_set_has_a_name_and_a_source(pair):
-    with pytest.raises(UserError, match=f"^--eval-sets {pair}: this is not NAME=SOURCE$"):
-        parse_sources("--eval-sets", (pair,))
-    with pytest.raises(UserError, match="amc is given twice"):
-        parse_sources("--eval-sets", ("amc=x", "amc=y"))
-
-
 def test_rows_are_read_in_order_with_all_their_fields(write):
     rows = [row(1, note="é"), row(2)]
     assert read_rows(write(rows[0], "", "   ", rows[1]), REQUIRED) == rows
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ('{"question": "What', "not JSON"),
-        ("[1, 2]", "a row must be a JSON object, not list"),
-        ('{"question": "What is 2?"}', r"the field 'answer' is missing \(there are: question\)"),
-        ('{"question": 2, "answer": "2"}', "the field 'question' cannot be 2, but text"),
-        ('{"question": "", "answer": null}', "the field 'answer' cannot be null"),
-        ('{"question": "", "answer": true}', "the field 'answer' cannot be true"),
-        ('{"question": "", "answer": NaN}', "the field 'answer' cannot be NaN"),
-        ('{"question": "", "answer": -1e999}', "the field 'answer' cannot be -Infinity"),
-        ('{"question": "\\ud83d", "answer": "2"}', "the field 'question' cannot be"),
-        ('{"question": "", "answer": ["' + "a" * 5000 + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.,"),
-    ],
-    ids=lambda value: value[:30],
-)
-def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
-    with pytest.raises(UserError, match=rf"rows\.jsonl:3: {sentence}") as caught:
-        read_rows(write(row(1), "", line), REQUIRED)
-    assert len(str(caught.value).rpartition("/")[2]) < 200
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("rows.json", b'[{"question": "x", "answer": "2"}', r"begins like one JSON array, but is none \(Expecting"),
-        (
-            "rows.json",
-            b'[{"question": "x", "answer": "2"}, 3]',
-            "rows.json, row 2: a row must be a JSON object, not int",
-        ),
-        ("rows.parquet", b"PAR1\x15\x04", "rows.parquet cannot be read as Parquet: "),
-        ("rows.arrow", b"ARROW1\x15\x04", "rows.arrow cannot be read as Arrow: "),
-        ("rows.csv", b"question,answer\nx,2\ny,3,5\n", "rows.csv:3: there are more cells than columns"),
-        ("rows.csv", b'question,answer\nx,2\n"y,3\n', r"rows.csv: not CSV in UTF-8 after line 2 \("),
-        ("rows.csv", b"question,answer,answer\nx,2,3\n", "rows.csv: the first line must name the columns, each once"),
-        ("rows.csv", "question,answer\n\u00e9,2\n".encode("latin-1"), "rows.csv: not CSV in UTF-8"),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08", "is a compressed file: JSONL .* is read"),
-        ("rows.jsonl", '{"question": "x"}\r\n'.encode("utf-16"), "is text in UTF-16: JSONL in UTF-8 is read"),
-        ("rows.jsonl", '{"question": "é"}'.encode("latin-1"), r"rows\.jsonl:1: not UTF-8 text"),
-        ("rows.jsonl", b"\n  \n", r"rows\.jsonl has no rows"),
-        ("rows.txt", b"question,answer\nx,2\n", r"txt:1: not JSON .*; every line must be one object"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, sentence):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=sentence) as caught:
-        read_rows(str(tmp_path / name), REQUIRED)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -159,12 +97,6 @@ def test_windows_files_are_read(tmp_path, mark, end):
     rows = read_rows(str(tmp_path / "rows.jsonl"), REQUIRED)
     assert rows == [row(number, note="é") for number in range(3)]
     assert [row.place.rpartition(":")[2] for row in rows] == ["1", "2", "4"]
-
-
-def test_a_file_that_does_not_exist_is_named(tmp_path):
-    for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none of them is a hub id
-        with pytest.raises(UserError, match="there is no such file"):
-            read_rows(path, REQUIRED)
 
 
 def test_the_bundled_task_is_evaluated_on_its_heldout_file():
@@ -184,13 +116,6 @@ def test_filters_apply_to_training_and_evaluation():
         assert 0 < len(kept) < len(every)
 
 
-def test_filters_that_leave_nothing_or_lack_a_field_are_refused(write):
-    with pytest.raises(UserError, match=r"none of the 4096 rows of .* passes the filters \(--at-most"):
-        load_rows(max_question_length=3)
-    with pytest.raises(UserError, match=r"--at-most num_digits: .*rows\.jsonl:2 has no number"):
-        load_rows(data=write(row(1, num_digits=1), row(2)), at_most=("num_digits=1",), eval_prompts=1)
-
-
 def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     path = write(*map(row, range(50)))
 
@@ -202,8 +127,6 @@ def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     assert questions(train_rows) | questions(eval_rows) == questions(read_rows(path, REQUIRED))
     assert split(seed=0) == (train_rows, eval_rows)
     assert questions(split(seed=1)[1]) != questions(eval_rows)
-    with pytest.raises(UserError, match="has 50 rows, and --eval-prompts takes 50 of them"):
-        load_rows(data=path, eval_prompts=50)
 
 
 def test_a_users_evaluation_file_costs_no_training_rows(write):

@@ -154,28 +154,6 @@ def test_a_long_line_without_spaces_makes_small_chunks():
     assert sum(map(len, chunks)) == 3_000_000
 
 
-GOOD = '{"id": "a", "text": "b"}\n'
-
-
-@pytest.mark.parametrize(("files", "message"), [
-    ({"other": ""}, "docs: there is no such file or directory"),
-    ({"docs/x.py": "a"}, "docs has no .txt or .md files in it"),
-    ({"docs/x.txt": "", "docs/y.md": "\n"}, "docs holds no text"),
-    ({"docs/x.md": b"t\xe9"}, r"docs/x.md is not UTF-8 text \(.* at byte 1\)"),
-    ('{"id": "a", "text": " "}', "docs.jsonl holds no text"), (GOOD + "\n{", r"docs.jsonl:3: not JSON"),
-    (GOOD + '{"id": "c", "text": 3}', "docs.jsonl:2: the field 'text' cannot be 3"),
-    (GOOD + '{"text": "c"}', "docs.jsonl:2: the field 'id' is missing"),
-    (GOOD + "\n" + GOOD, "docs.jsonl:3: the id 'a' is also the id of docs.jsonl:1"),
-    ('{"id": "a", "text": "%s"}\n{"id": "a#2", "text": "b"}' % ("x " * 150), "docs.jsonl:2: the id 'a#2'"),
-])  # fmt: skip
-def test_what_cannot_be_used_is_told_in_one_sentence(files, message):
-    files, path = (files, "docs") if isinstance(files, dict) else ({"docs.jsonl": files}, "docs.jsonl")
-    write(files)
-    with pytest.raises(UserError, match=message) as error:
-        read(path)
-    assert "\n" not in str(error.value)
-
-
 def test_the_hash_is_of_ids_texts_order_and_chunks():
     write({"docs/a.txt": "one two three four"})
     base = [Document("a", "bc"), Document("d", "e")]

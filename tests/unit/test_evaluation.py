@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,12 +31,11 @@ from harness.evaluation.figures import (
     mean_with_interval,
 )
 from harness.evaluation.held_out import evaluate_held_out
-from harness.evaluation.session import begin, evaluate, load_questions, locked
+from harness.evaluation.session import begin, evaluate, load_questions
 from harness.evaluation.suite import parts
 from harness.models.loading import load_policy
 from harness.task.task import load_task
 
-ROOT = Path(__file__).resolve().parents[2]
 SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
 
 # A random policy never answers right; this task's verdict depends on the length of its text
@@ -321,25 +319,6 @@ def test_other_contents_in_the_same_directory_are_refused(make_config, begun, tm
         begun(make_config())
 
 
-def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
-    config = make_config()
-    task = load_questions(config, {})
-    with pytest.raises(UserError, match=r"holds other files \(lengths.py, rows.jsonl\)"):
-        begin(tmp_path, config, task)
-    for content, sentence in (('{"experiment": "x"}', "is not an evaluation's"), ("{", "cannot be read")):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(UserError, match=sentence):
-            begin(tmp_path, config, task)
-    with pytest.raises(UserError, match="cannot be made"), locked(tmp_path / "rows.jsonl"):
-        pass
-
-
-def test_a_task_without_accuracy_is_refused(make_config, tmp_path):
-    (tmp_path / "lengths.py").write_text(LENGTHS.replace('"correct"', '"good"'))
-    with pytest.raises(UserError, match=r"has no reward component 'correct' \(it has good, brief\)"):
-        load_questions(make_config(), {})
-
-
 # Comparisons ---------------------------------------------------------------------------------------------------------
 
 
@@ -417,8 +396,6 @@ def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):
     (tmp_path / "data").mkdir()
     config = make_config(suite="math", data=str(tmp_path / "data"), task="arithmetic", compare="before")
     assert config.task == "math"
-    with pytest.raises(UserError, match=r"has no file math500\.jsonl, which --suite math needs"):
-        parts(config, tmp_path / "out")
     for name in ("math500", "aime24", "amc", "minerva", "olympiad_bench"):
         (tmp_path / "data" / f"{name}.jsonl").write_text("")
     found = parts(config, tmp_path / "out")

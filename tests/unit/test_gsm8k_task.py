@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from tasks import arithmetic, gsm8k, qa
+from tasks import gsm8k
 
 from harness.base.config import RunConfig
 from harness.data.rows import Row
@@ -168,26 +168,6 @@ def test_a_description_says_which_form_was_used(text, names):
 
 
 # Files --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task", "sentence"),
-    [
-        (
-            "arithmetic",
-            r"train\.jsonl:1: no completion can be right, .*; rows like this one belong to --task gsm8k$",
-        ),
-        ("qa", r"train\.jsonl:1: no completion can be right, .*; rows like this one belong to --task gsm8k$"),
-        ("mine.py", r"bring the row .*keep the part of GSM8K's answers after ####\)"),
-    ],
-)
-def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, monkeypatch, task, sentence):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(Path(arithmetic.__file__).read_text("utf-8").replace("parents[1]", "parents[0]"))
-    Path("train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 2)
-    with pytest.raises(UserError, match=sentence):
-        load_task(RunConfig(task=task, data="train.jsonl", eval_data="train.jsonl"))
-    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # so those tasks need the hint
 
 
 def test_rows_as_published_are_loaded(tmp_path):

@@ -24,7 +24,6 @@ from emphasis import WeightedRow, emphasise, read_weighted
 from run_files import json_of, read_lines, rows_of
 from tool_examination import Talk, describe
 
-from common.errors import UserError
 from common.evaluate import evaluate
 from common.policy import Policy
 from common.tools import ToolCall, calculator, parse_calls
@@ -249,12 +248,6 @@ def test_renewed_embeddings_can_be_told_apart(make):
 
     assert make.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing is collapsed any more
     assert torch.equal(weights, new)
-
-
-def test_flags_of_the_lessons_about_tools_that_do_not_fit_are_refused(make):
-    for flags in ("--lessons tools --model new", "--embeddings random", "--embeddings random --model tiny"):
-        with pytest.raises(UserError, match=r"--lessons tools"):
-            make.main(flags.split())
 
 
 def test_the_policy_with_tools_is_able_and_mostly_does_not_call():

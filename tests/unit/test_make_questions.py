@@ -189,32 +189,6 @@ def test_the_command_given_again_goes_on(script):
     assert make("other.jsonl", "10", "--seed", "1") != first
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    (["--output", "mine.jsonl"], "--output mine.jsonl exists, and not"),
-    (["--output", "text.txt"], "--output text.txt exists, and not"),
-    (["--output", "others.jsonl"], "--output others.jsonl exists, and not"),
-    (["--output", "."], "--output . cannot be written"),
-    (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
-    (["--num-questions", "0"], "--num-questions must be at least 1"),
-    (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
-    (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
-    (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
-])  # fmt: skip
-def test_a_mistake_is_told_in_one_sentence(script, flags, reason):
-    write_corpus({"d": "Nothing."}, "empty.jsonl")
-    corpus = write_corpus(some_documents(3))
-    before = {"mine.jsonl": '{"question": "?"}\n', "text.txt": "my thesis", "others.jsonl": json.dumps(ROW) + "\n"}
-    for name, text in before.items():
-        Path(name).write_text(text)
-    with pytest.raises(UserError, match=rf"^{reason}[^\n]*$"):
-        script.main(["--corpus", corpus, "--output", "out.jsonl", *flags])
-    assert {name: Path(name).read_text() for name in before} == before
-    assert not Path("out.jsonl").exists()
-
-
-ROW = {"question": "Who built the Fardil?", "answer": "Jarce", "supporting": ["of others"], "difficulty": "easy"}
-
-
 # Replies of a model ---------------------------------------------------------------------------------------------------
 
 GOOD = '{"question": "Who built the Fardil?", "answer": "Jarce"}'

@@ -6,8 +6,6 @@ from types import ModuleType
 import pytest
 from run_files import ROOT, read_lines, write_rows
 
-from common.errors import UserError
-
 from harness.data.data import read_rows
 from harness.task.pairs import FIELDS, HELD_OUT, PAIRS, _read_pair
 from harness.task.task_file import task_of
@@ -135,17 +133,6 @@ def test_training_reads_the_pairs(script, flags):
     for row, history, answers in ((first, ["Question 0?"], ["a", "b"]), (second, ["a", "b", "c"], ["x", "y"])):
         *read, problem = [[turn["content"] for turn in turns] for turns in _read_pair(row)[:2]] + [_read_pair(row)[2]]
         assert (*read, problem) == (history, answers, None)
-
-
-@pytest.mark.parametrize(("rows", "reason"), [
-    ([{"index": 0, "prompt": "a"}], "scored.jsonl:1: the field 'responses' is missing"),
-    ([scored({"text": "a"})], "scored.jsonl:1: a response has no text, or no finish_reason"),
-    ([scored(index=1), scored(index=0)], "scored.jsonl:2: its index 0 does not follow 1"),
-    ([scored(response("a", 1.0), response("b", 1.0))], "no pair is left for out/pairs.jsonl"),
-])  # fmt: skip
-def test_a_mistake_is_told_in_one_sentence(script, rows, reason):
-    with pytest.raises(UserError, match=f"^{reason}"):
-        make(script, rows)
 
 
 def test_the_bundled_pairs_are_right_beside_wrong_and_about_three_kinds_of_questions():

@@ -119,35 +119,6 @@ def test_pairs_with_different_histories_are_left_out_and_counted(load, tokenizer
         assert text_of(tokenizer, trajectory) == (wanted, f"{answer}<|im_end|>")
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"chosen": 3}, r"pairs.jsonl:2: .*chosen"),
-    ({"chosen": []}, r"pairs.jsonl:2: 'chosen' does not end with a message of the assistant"),
-    ({"rejected": [{"role": "user", "content": "?"}]}, r"pairs.jsonl:2: 'rejected' does not end"),
-    ({"prompt": [{"role": "user"}]}, r"pairs.jsonl:2: the content of message 0 \(user\) is not text"),
-    ({"prompt": ["Hello."]}, r"pairs.jsonl:2: message 0 is not an object with a role"),
-])  # fmt: skip
-def test_a_broken_row_is_refused_with_file_and_line(load, change, sentence):
-    with pytest.raises(UserError, match=sentence):
-        load(ROW, ROW | change)
-
-
-def test_a_torn_file_is_refused_with_its_line(load, tmp_path):
-    """As a full disk or a kill leaves it."""
-    load(ROW, ROW)
-    path = tmp_path / "pairs.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    config = SimpleNamespace(data=str(path))
-    with pytest.raises(UserError, match=r"pairs.jsonl:2: not JSON"):
-        read_pairs(config)
-
-
-def test_too_few_pairs_are_refused(load):
-    with pytest.raises(UserError, match="no pair is left"):
-        load(ROW | {"rejected": ""})
-    with pytest.raises(UserError, match="--pairs-per-step 2 exceeds the 1 pairs"):
-        load(ROW, pairs_per_step=2)
-
-
 def test_a_hidden_thought_is_not_in_the_rows_but_decides_on_the_style(load, tokenizer):
     thought = {"chosen": "<think>1+2=3</think><answer>3</answer>"}
     (shown,), (hidden,) = (load(ROW | thought, answer_begins=tag) for tag in (None, "</think>"))

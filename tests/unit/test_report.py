@@ -274,27 +274,6 @@ def test_the_name_of_a_run_is_only_text(directory, capsys):
 # The command line
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["nowhere\x1b[2J"], "there is no directory nowhere\ufffd[2J"),
-    (["a/config.json"], "is a file, not the directory of a run"),
-    (["."], "is no run's directory: it has neither config.json nor metrics.jsonl; did you mean ./a?"),
-    (["a", "--output", "a/metrics.jsonl"], "give the name of a file that ends in .html"),
-    (["a", "--output", "none/a.html"], "cannot be written: No such file or directory"),
-    (["a", "--port", "70000"], "--port 70000 is no port"),
-    (["a", "--serve", "--output", "b.html"], "--serve writes no file"),
-    (["nowhere", "--serve"], "there is no directory nowhere"),
-])  # fmt: skip
-def test_a_mistake_is_told_in_one_sentence(directory, monkeypatch, capsys, arguments, sentence):
-    monkeypatch.chdir(directory.parent)
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert sentence in said
-    assert said.count("\n") == 1
-
-
 # The server
 
 

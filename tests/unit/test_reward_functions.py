@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.errors import UserError
 from common.trajectory import Trajectory
 
 from harness.base.config import RunConfig
@@ -16,7 +15,6 @@ from harness.data.rows import Row, placed
 from harness.logs.statistics import rollout_metrics
 from harness.task.reward_functions import RewardFunctions
 from harness.task.task import Task, load_task
-from harness.task.task_file import TaskError
 
 # Two questions, three completions each; the first and the third are equal, and only the second row has a bonus
 FOUR, SEVEN = {"question": "What is 2+2?", "answer": "4"}, {"question": "What is 3+4?", "answer": "7", "bonus": 0.5}
@@ -152,48 +150,6 @@ def test_the_form_can_be_found_in_a_later_batch(read):
     ]
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("return [1.0] + [float('nan')] * 5", r"f of rows\.jsonl:1 gave nan, which is not a finite number"),
-        ("return ['1'] * 6", r"f of rows\.jsonl:1 gave '1', which is not a finite number"),
-        ("return [1.0]", r"f of rows\.jsonl:1 returned 1 rewards for 6 completions$"),
-        ("return 0.5", r"f of rows\.jsonl:1 raised TypeError: the result must be a list of rewards, not 0\.5$"),
-        ("return dict.fromkeys(range(6), 1.0)", r"f of rows\.jsonl:1 raised TypeError: the result must be a list"),
-        ("return [1 / (x != 'seven') for x in C]",
-         r"f of rows\.jsonl:2 raised ZeroDivisionError: division by zero \(line 2 of rewards\.py\)$"),
-        ("return kwargs['solution']", r"f of rows\.jsonl:1 raised KeyError: 'solution' \(line 2 of rewards\.py\)$"),
-        ("return [c.strip() / 2 for c in completions]",
-         r"'list' object has no attribute 'strip' .* with texts it raised TypeError"),
-    ],
-)  # fmt: skip
-def test_a_faulty_function_is_named_with_its_row_and_reason(read, body, sentence):
-    with pytest.raises(TaskError, match=rf"^--reward-functions .*rewards\.py: .*{sentence}"):
-        read(f"def f(completions, **kwargs):\n    {body}\n").score(PROMPTS, ROWS, TEXTS, IDS)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("x = 1", "it has no function with a parameter completions, and a name without _$"),
-        ("import nowhere", "the file cannot be imported: ModuleNotFoundError"),
-        ("class F:\n    def __init__(self, completions): pass", "it has no function with a parameter completions"),
-        ("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0",
-         r"but compute_score\(data_source, solution_str, ground_truth, extra_info\); two more lines can adapt it:\n"
-         r"def adapted\(completions, answer, \*\*columns\):\n    return \[compute_score\(data_source=None, "
-         r"solution_str=c\[0\]\[\"content\"\], ground_truth=a, extra_info=None\) for c, a in zip\(.*\)\]$"),
-        ("def f(completions, solution): return C", "f asks for solution, but there are only .*answer, bonus: rename"),
-        ("def f(prompt, completions): return C", "f asks for prompt, but"),
-        ("def f(completions): return C\nREWARDS = []", "REWARDS lists no function"),
-        ("def f(completions): return C\nREWARDS = [f, 'g']", "REWARDS must list .* not 'g'"),
-        ("def f(completions): return C\nREWARDS = [f, f]", "REWARDS must list .* the name f is given twice"),
-    ],
-)  # fmt: skip
-def test_a_file_without_usable_rewards_is_refused(read, text, sentence):
-    with pytest.raises(UserError, match=rf"^--reward-functions .*rewards\.py: .*{sentence}"):
-        read(text).check(PROMPTS, ROWS, TEXTS)
-
-
 def test_what_other_rewards_call_is_left_out_with_a_word(read, capsys):
     method = "def format(completions): return map(len, C)\ndef f(completions): return [len('{}'.format(x)) for x in C]"
     assert read(method).names == ["format", "f"]  # str.format is another one
@@ -251,9 +207,3 @@ def test_a_column_of_some_rows_is_given_in_every_batch(load):
     for rows, expected in ((lacks, [2, 2, 2]), ([lacks[0], has, lacks[1]], [2, 1, 2])):
         completions = [Trajectory([1], 1, [0], [0.0]) for _ in rows]
         assert [rewards["f"] for rewards in task.reward_together(rows, [""] * 3, completions)] == expected
-
-
-@pytest.mark.parametrize("name", ["total", "preference", "format"])
-def test_a_name_of_another_component_is_refused(load, name):
-    with pytest.raises(UserError, match=f"the name '{name}' is taken: give"):
-        load(f"def {name}(completions): return [0.0] * len(C)")

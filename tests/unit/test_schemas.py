@@ -111,39 +111,6 @@ def test_what_is_not_ambiguous_is_read(row, wanted):
     assert {name: found[name] for name in others} == {name: row[name] for name in others}
 
 
-@pytest.mark.parametrize(("row", "names", "sentence"), [
-    ({"prompt": [SYSTEM, USER], **GOLD}, "question answer", r"'prompt' has the turns system, user, .*--system-prompt"),
-    ({"prompt": [*CHAT, USER], **GOLD}, "problem", r"the turns user, assistant, user, .*row\['prompt'\]\[-1\]"),
-    (VERL | {"extra_info": {"question": "3+3?"}}, "question", "'extra_info.question' and 'prompt' are different"),
-    ({"input": "2+2?", "answer": "4", "label": "5"}, "question answer", "'answer' and 'label' are different answers"),
-    ({"input": "2+2?", "prompt": "3+3?", "label": "5"}, "question", "'prompt' and 'input' are different prompts"),
-    ({"prompt": "2+2?", "completion": "4", "label": True}, "question answer", "'label' is true or false, as in KTO"),
-    ({"prompt": "2+2?", "completion": "4", "label": 0}, "messages", r"\(KTO\) may be a bad one: .*filter"),
-    ({"messages": CHAT, "label": False}, "messages", r"\(KTO\) may be a bad one: .*row\['label'\]"),
-    ({"conversations": CHAT, "label": None, "kto_tag": True}, "messages", r"remove_columns\('kto_tag'\)"),
-    ({"messages": [SYSTEM, *CHAT], "system": "Be."}, "messages", "are different system turns"),
-    ({"prompt": [SYSTEM, USER], "chosen": "4", "rejected": "5", "system_prompt": "Be."}, "prompt", "system turns"),
-    ({"prompt": "2+2?", "label": "4", "system": "Add."}, "question answer", "'system' would be left out"),
-    ({"prompt": [], "chosen": "4", "rejected": "5"}, "prompt chosen rejected", "'prompt' is empty"),
-    ({"prompt": "2+2?", "completion": "4", "label": "True"}, "prompt chosen rejected", r"\(KTO\) is no pair"),
-    ({"prompt": "2+2?", "solution": "It is 4."}, "question answer", r"'answer' is missing .*; docs/data.md"),
-    ({"question": "2+2?", "answer": "2+2=4\n#### 4"}, "problem", "'problem' is missing"),
-    ({"conversations": CHAT, "prompt": "3+3?", "completion": "6"}, "messages", "are different conversations"),
-    ({"conversations": [{"from": "critic", "value": "?"}]}, "messages", "message 0 is from 'critic', and not from one"),
-    ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "messages", "message 0 is a call that is no"),
-    ({"messages": [USER | {"content": [{"type": "image", "text": None}]}]}, "messages", "a part that is no text"),
-    ({"messages": [{"content": "2+2?"}]}, "messages", "message 0 is not an object with a role"),
-    ({"messages": "2+2?"}, "messages", "'messages' cannot be"),
-    ({"messages": CHAT, "tools": "f("}, "messages", "'tools' cannot be .*, but a list"),
-    ({"instruction": "?", "output": "4", "history": [["2+2?", "5"]]}, "messages", "'history' would be left out"),
-    ({"chosen": "4", "rejected": "5"}, "prompt chosen rejected", "'prompt' is missing"),
-])  # fmt: skip
-def test_what_is_ambiguous_is_refused_and_left_as_it_is(row, names, sentence):
-    before = json.dumps(row)
-    assert re.search(sentence, read(row, *names.split()))
-    assert json.dumps(row) == before
-
-
 def test_a_row_that_has_what_is_asked_for_is_never_changed():
     for row in ({"problem": "?", "solution": r"\fbox{4}", "label": 5}, {"problem": "?", "solution": "It is 4."}):
         assert read(row, "problem") == row

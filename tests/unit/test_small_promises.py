@@ -15,7 +15,6 @@ from common.tools import parse_calls
 from common.trajectory import Trajectory
 from tasks import arithmetic
 
-from harness.base.checks import check_texts
 from harness.base.config import TINY_POLICY, RunConfig
 from harness.data.rows import Row
 from harness.evaluation.figures import Answer, Answers
@@ -54,12 +53,6 @@ def test_a_solution_that_loops_is_stopped(tmp_path, monkeypatch):
     row.place = "rows.jsonl:1"
     with pytest.raises(UserError, match=r"^rows\.jsonl:1: solution\(row\) of --task loops has not ended"):
         try_solutions(Scorer(TaskFile(import_file(file, "task", "loops")[0], "loops")), [row])
-
-
-@pytest.mark.parametrize("name", ["model", "data", "eval_data"])
-def test_an_empty_path_is_refused_by_its_flag(name):
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is empty"):
-        check_texts(RunConfig(**{name: ""}))
 
 
 def test_a_number_of_thousands_of_digits_is_a_malformed_call():

@@ -296,28 +296,6 @@ def test_documents_that_questions_name_are_looked_for(capsys):
     assert check("d9", "d8", SearchConfig(search_url="http://a")) == ""
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
-    ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
-    ({"index": "text", "corpus": DOCS}, "text is not an index of documents"),
-    ({"runs_dir": "text", "corpus": DOCS}, "text/search_index/.* cannot be written"),
-    ({"index": "/proc/index", "corpus": DOCS}, "the index /proc/index cannot be written"),
-    ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
-    ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
-    ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
-    ({"chunk_words": 0}, "--chunk-words must be at least 1"),
-])  # fmt: skip
-def test_flags_that_cannot_work_are_refused(flags, message, load_script):
-    write_corpus("one")
-    Path("text").write_text("mine")
-    with pytest.raises(UserError, match=message) as error:
-        opened(**flags)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="text is not an index of documents"):
-        load_script(SCRIPT).main(["--corpus", DOCS, "--index", "text"])
-    assert Path("text").read_text() == "mine"
-
-
 def test_paths_of_a_search_are_absolute_for_a_resumed_run():
     before = with_absolute_paths(Config(corpus=DOCS, index="x", encoder="intfloat/e5-base-v2"))
     write_corpus("one")

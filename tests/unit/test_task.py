@@ -52,10 +52,6 @@ def with_reward(body: str) -> str:
     return GOOD.replace('return {"correct": 1.0, "short": 0.0}', body)
 
 
-def with_messages(body: str) -> str:
-    return GOOD.replace('return [{"role": "user", "content": row["question"]}]', body)
-
-
 def test_held_out_questions_that_are_trained_on_are_counted(load, capsys):
     Path("others.jsonl").write_text('{"question": "What is 2+2?", "answer": "4"}\n{"question": "?", "answer": "4"}\n')
     load(GOOD, eval_data="others.jsonl")
@@ -99,52 +95,6 @@ def test_weights_can_be_changed(load):
 
 
 FILE = r"^--task my_task\.py"
-ROW = rf"{FILE}: reward of rows\.jsonl:1"
-MESSAGES = rf"{FILE}: messages of rows\.jsonl:1"
-NO_NUMBER = "which is not a number$"
-LINE = r"\(line {} of my_task\.py\)$"
-BROKEN = {
-    # the file
-    "x = = 1": rf"{FILE}: the file cannot be imported: SyntaxError: .*{LINE.format(1)}",
-    "\nimport nothing_of_that_name": rf"{FILE}: .*nothing_of_that_name.*{LINE.format(2)}",
-    "raise SystemExit(3)": rf"{FILE}: the file cannot be imported: SystemExit: 3",
-    "": rf"{FILE}: it defines no function messages\(row, system_prompt\)$",
-    GOOD.replace("def reward", "def rewards"): rf"{FILE}: it defines no function reward\(row, text\)$",
-    GOOD.replace("REWARD_WEIGHTS", "WEIGHTS"): rf"{FILE}: REWARD_WEIGHTS must be a dict .* not None$",
-    GOOD.replace("1.0, ", '"much", ', 1): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
-    GOOD + "SYSTEM_PROMPT = 3": rf"{FILE}: SYSTEM_PROMPT must be a str, not 3$",
-    GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
-    GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: the name 'total' is taken",
-    GOOD.replace("1.0, ", "0, ", 1).replace("0.5", "0"): rf"{FILE}: the weights of all components are 0",
-    # the reward
-    with_reward("raise SystemExit(0)"): rf"{ROW} raised SystemExit: 0 ",
-    with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
-    with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
-    with_reward('return {"correct": 1.0}'): rf"{ROW} lacks the component 'short' of REWARD_WEIGHTS$",
-    with_reward('return {"correct": 1.0, "short": 0, "x": 1}'): rf"{ROW} has a component 'x' without a weight",
-    with_reward('return {"correct": "yes", "short": 0}'): rf"{ROW} gives 'correct' the value 'yes', {NO_NUMBER}",
-    with_reward('return {"correct": None, "short": 0}'): rf"{ROW} gives 'correct' the value None, {NO_NUMBER}",
-    with_reward('return {"correct": 1j, "short": 0}'): rf"{ROW} gives 'correct' the value 1j, {NO_NUMBER}",
-    with_reward("return row['gold']"): rf"{ROW} raised KeyError: 'gold' {LINE.format(6)}",
-    with_reward('import re; re.match("(", text)'): rf"{ROW} raised .*{LINE.format(6)}",
-    # the rest
-    with_messages("return row['question']"): rf"{MESSAGES} must return a list of role and content, not",
-    with_messages('return [{"role": "user", "content": 3}]'): rf"{MESSAGES} must return a list of role",
-    with_messages("return []"): rf"{MESSAGES} must return a list of role and content, not \[\]$",
-    with_messages("return [{}]"): rf"{MESSAGES} must return a list of role and content, not",
-    with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
-    GOOD + "def describe(row, text): return 3": rf"{FILE}: describe of .*:1 must return a dict of numbers, not 3$",
-    GOOD + "def solution(row): return 7": rf"{FILE}: solution of rows\.jsonl:1 must return a str, not 7$",
-    GOOD + "FIELDS = {'gold': str}": r"^rows\.jsonl:1: the field 'gold' is missing \(there are: question, answer\)$",
-    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\", but a whole number$",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_a_faulty_task_file_is_refused_before_anything_loads(load, text):
-    with pytest.raises(UserError, match=BROKEN[text]) as caught:
-        load(text)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_reward_that_fails_later_names_its_row(load):
@@ -152,12 +102,6 @@ def test_a_reward_that_fails_later_names_its_row(load):
     assert task.reward(task.train_rows[2], "12345")["correct"] == 0.5
     with pytest.raises(UserError, match=rf"{FILE}: reward of rows\.jsonl:3 raised ZeroDivisionError"):
         task.reward(task.train_rows[2], "123")
-
-
-def test_descriptions_must_have_the_same_names(load):
-    task = load(GOOD + "def describe(row, text): return {'long' if text else 'short': 1}")
-    with pytest.raises(UserError, match=r"describe of rows\.jsonl:1 must return the same names .* long, short$"):
-        task.describe(task.train_rows[0], "x")
 
 
 def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
@@ -249,12 +193,6 @@ def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys
     assert "the solutions of 0 of 7 rows were tried in -1 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["'length'", "'called'", "'failed_calls'", "'accuracy_x'", "'reward_correct'"])
-def test_descriptions_cannot_use_names_of_other_metrics(load, name):
-    with pytest.raises(UserError, match=rf"describe of rows\.jsonl:1 cannot use the name {name}$"):
-        load(GOOD + f"def describe(row, text): return {{{name}: 1.0}}")
-
-
 def test_numbers_of_other_libraries_are_numbers(load):
     task = load(
         "import torch, numpy\n" + with_reward('return {"correct": torch.tensor(1.), "short": numpy.float32(0.5)}')
@@ -271,24 +209,6 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
     task.reward(task.train_rows[1], "")
     time.sleep(0.2)
     assert capsys.readouterr().err == ""  # nothing about calls that have ended
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"task": "nowhere.py"}, r"^--task nowhere\.py: .*: arithmetic, .*, gsm8k, instructions, math, prompts, qa$"),
-        ({"task": "."}, r"^--task \.: there is no such file"),
-        ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
-        ({"reward_weight": ("short=1", "short=2")}, r"^--reward-weight short=2: short is given twice$"),
-        ({"reward_weight": ("short",)}, r"^--reward-weight short: this is not NAME=NUMBER$"),
-        ({"reward_weight": ("short=much",)}, r"^--reward-weight short=much: this is not NAME=NUMBER$"),
-        ({"reward_weight": ("short=nan",)}, r"^--reward-weight short=nan: this is not NAME=NUMBER$"),
-        ({"data": None, "eval_data": None}, r"^--task my_task\.py names no data: give --data$"),
-    ],
-)  # fmt: skip
-def test_flags_that_name_nothing_are_refused(load, settings, sentence):
-    with pytest.raises(UserError, match=sentence):
-        load(GOOD, **settings)
 
 
 def test_the_task_template_is_short_and_valid():

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from common.errors import UserError
-
 from harness.data.thoughts import ThoughtFormat, answer_of, read_format
 
 TAGGED = ThoughtFormat(answer_begins="<response>", answer_ends="</response>")
@@ -58,15 +56,3 @@ def test_formats_are_read_from_a_tag_or_a_file(tmp_path):
     path = tmp_path / "tags.json"
     path.write_text(json.dumps(TAGGED._asdict()))
     assert read_format(str(path)) == TAGGED
-
-
-@pytest.mark.parametrize(
-    "content", ["[", "[1]", '{"thought_end": "</t>"}', '{"thought_ends": 3}', '{"thought_ends": ""}',
-                '{"answer_begins": "<r>"}', None]
-)  # fmt: skip
-def test_a_broken_format_is_refused(tmp_path, content):
-    path = tmp_path / "tags.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=r"--answer-begins .*tags.json"):
-        read_format(str(path))

@@ -6,7 +6,6 @@
 import json
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -423,12 +422,6 @@ def outcomes(state: State) -> dict[str, float]:
 
 def test_no_description_of_a_task_is_named_like_one_of_the_environment():
     assert {f"{name}_calls" for name in OUTCOMES} <= TAKEN
-
-
-def test_a_task_cannot_reward_what_the_environment_does():
-    module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0}, __file__="my_task.py")
-    with pytest.raises(UserError, match=r"the name 'calls' is taken: give the reward component another"):
-        Scorer(TaskFile(module, "my_task.py"), more_weights=CALL_WEIGHTS)
 
 
 # Turns, the answers to all but the last, the outcomes of calls that were not executed, and the rewards for right

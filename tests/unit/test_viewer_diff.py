@@ -36,18 +36,6 @@ def test_two_files(write, capsys, text, blocks, count):
     assert last == f"{count} changed lines from {old / 'train.py'} to {new / 'train.py'}, not counting the docstrings"
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ('"""Mine."""\n', "has no parent: name two experiments"),
-    ('"""Mine.\n\nParent: none, it is the first.\n"""\n', "has no parent: name two experiments"),
-    ('"""Mine.\n\nParent: experiment_nowhere, which explains everything else.\n"""\n', "there is no "),
-])  # fmt: skip
-def test_one_file_without_a_parent(write, capsys, text, sentence):
-    with pytest.raises(SystemExit) as exit:
-        main([str(write("mine", text))])
-    assert exit.value.code == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_the_command_of_the_readme_prints_both_versions_of_a_changed_line():
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "viewer.diff", "policy_gradients/maxrl"]
