@@ -204,12 +204,6 @@ def test_only_frozen_weights_are_held_in_bfloat16(save_checkpoint, tmp_path):
 # attention and gradient checkpointing -------------------------------------------------------------------------------
 
 
-def test_eager_attention_and_sdpa_give_the_same_log_probs():
-    eager, sdpa = load(attn_implementation="eager"), load(attn_implementation="sdpa")
-    assert (eager.packing, sdpa.packing) == (None, "sdpa")
-    torch.testing.assert_close(log_probs_of(eager), log_probs_of(sdpa), atol=1e-5, rtol=0)
-
-
 @pytest.fixture
 def widths(monkeypatch) -> list[int]:
     """The number of tokens per row in every call of a Llama layer, in order.

@@ -205,13 +205,10 @@ def test_an_adapter_has_the_defaults_of_its_base(load_script, save_checkpoint, f
             assert bool(config.system_prompt) == (kind == "full")
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
-        ("--load-in 4bit --lora-rank 2", "--load-in 4bit: to merge the adapter of --model into quantised weights"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "sentence"), [
+    ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
+    ("--load-in 4bit --lora-rank 2", "--load-in 4bit: to merge the adapter of --model into quantised weights"),
+])  # fmt: skip
 def test_flags_that_a_given_adapter_excludes_are_refused(load_script, first, flags, sentence):
     config_class = load_script("experiment_base/train.py").Config
     with pytest.raises(UserError, match=sentence):
@@ -267,27 +264,24 @@ def without(name: str) -> Callable[[dict], dict]:
     return lambda weights: {key: weight for key, weight in weights.items() if name not in key}
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
-        (lambda path: (path / "adapter_config.json").write_text("["), "does not name the base model"),
-        (settings(base_model_name_or_path=None), "does not name the base model"),
-        (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
-        (settings(use_dora=True), "has use_dora=true in its adapter_config.json: only plain LoRA"),
-        (settings(modules_to_save=["lm_head"]), r'has modules_to_save=\["lm_head"\]'),
-        (settings(of_the_future=1), "has of_the_future=1"),
-        (settings(r="x"), "cannot be put on its base"),
-        (settings(r=5), "cannot be put on its base .*: .*size mismatch"),
-        (settings(target_modules=["c_attn"]), "cannot be put on its base .*: .*c_attn"),
-        (settings(target_modules=["embed_tokens", "q_proj"]), "lacks weights that its|other weights than its"),
-        (change_weights(without("layers.2.mlp.up_proj.lora_B")), r"lacks weights .*2\.mlp\.up_proj\.lora_B"),
-        (change_weights(nan_in("layers.1.self_attn.q_proj.lora_A")), r"hold NaN .*1\.self_attn\.q_proj\.lora_A"),
-        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"nonsense"), "cannot be put on its base"),
-        (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be put on its base"),
-        (lambda path: shutil.copy(TINY_POLICY / "config.json", path), "holds a model .* and an adapter"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("damage", "sentence"), [
+    (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
+    (lambda path: (path / "adapter_config.json").write_text("["), "does not name the base model"),
+    (settings(base_model_name_or_path=None), "does not name the base model"),
+    (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
+    (settings(use_dora=True), "has use_dora=true in its adapter_config.json: only plain LoRA"),
+    (settings(modules_to_save=["lm_head"]), r'has modules_to_save=\["lm_head"\]'),
+    (settings(of_the_future=1), "has of_the_future=1"),
+    (settings(r="x"), "cannot be put on its base"),
+    (settings(r=5), "cannot be put on its base .*: .*size mismatch"),
+    (settings(target_modules=["c_attn"]), "cannot be put on its base .*: .*c_attn"),
+    (settings(target_modules=["embed_tokens", "q_proj"]), "lacks weights that its|other weights than its"),
+    (change_weights(without("layers.2.mlp.up_proj.lora_B")), r"lacks weights .*2\.mlp\.up_proj\.lora_B"),
+    (change_weights(nan_in("layers.1.self_attn.q_proj.lora_A")), r"hold NaN .*1\.self_attn\.q_proj\.lora_A"),
+    (lambda path: (path / "adapter_model.safetensors").write_bytes(b"nonsense"), "cannot be put on its base"),
+    (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be put on its base"),
+    (lambda path: shutil.copy(TINY_POLICY / "config.json", path), "holds a model .* and an adapter"),
+])  # fmt: skip
 def test_an_adapter_that_cannot_be_trained_is_refused(load_script, first, tmp_path, damage, sentence):
     """In one sentence, and the run's name stays available."""
     adapter = shutil.copytree(first / "final", tmp_path / "adapter")
@@ -318,16 +312,12 @@ def adapter_of_peft(tmp_path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5},
-        {"target_modules": r".*layers\.[01]\.mlp\.\w+_proj", "use_rslora": True, "lora_alpha": 3},
-        {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"q_proj": 5}},
-        {"target_modules": ["up_proj"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
-    ],
-    ids=["dropout", "rslora", "patterns", "layers"],
-)
+@pytest.mark.parametrize("settings", [
+    {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5},
+    {"target_modules": r".*layers\.[01]\.mlp\.\w+_proj", "use_rslora": True, "lora_alpha": 3},
+    {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"q_proj": 5}},
+    {"target_modules": ["up_proj"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
+], ids=["dropout", "rslora", "patterns", "layers"])  # fmt: skip
 def test_plain_adapters_of_others_are_computed_as_peft_does(adapter_of_peft, settings):
     """Without their dropout, even in training mode; merged, they compute the same."""
     adapter = adapter_of_peft(**settings)

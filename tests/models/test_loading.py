@@ -189,18 +189,15 @@ def test_a_4_bit_checkpoint_is_trained_as_with_load_in(quantised):
         torch.testing.assert_close(gradients, expected[1], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("bits", "settings", "sentence"),
-    [
-        ("4bit", {}, "(4bit) and cannot be trained: add an adapter, --lora-rank 16"),
-        ("8bit", {}, "(8bit) and cannot be trained: add an adapter, --lora-rank 16"),
-        ("4bit", {"lora_rank": 4, "save_merged": True}, "(4bit), and an adapter cannot be merged into them"),
-        ("4bit", {"lora_rank": 4, "load_in": "4bit", "save_merged": True}, "omit --save-merged"),
-        ("4bit", {"lora_rank": 4, "load_in": "8bit", "dtype": "bfloat16"}, "(4bit): omit --load-in 8bit"),
-        ("8bit", {"lora_rank": 4, "load_in": "4bit"}, "(8bit): omit --load-in 4bit"),
-        ("8bit", {"lora_rank": 4, "dtype": "float32"}, "(8bit) and compute in half precision: use --dtype bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("bits", "settings", "sentence"), [
+    ("4bit", {}, "(4bit) and cannot be trained: add an adapter, --lora-rank 16"),
+    ("8bit", {}, "(8bit) and cannot be trained: add an adapter, --lora-rank 16"),
+    ("4bit", {"lora_rank": 4, "save_merged": True}, "(4bit), and an adapter cannot be merged into them"),
+    ("4bit", {"lora_rank": 4, "load_in": "4bit", "save_merged": True}, "omit --save-merged"),
+    ("4bit", {"lora_rank": 4, "load_in": "8bit", "dtype": "bfloat16"}, "(4bit): omit --load-in 8bit"),
+    ("8bit", {"lora_rank": 4, "load_in": "4bit"}, "(8bit): omit --load-in 4bit"),
+    ("8bit", {"lora_rank": 4, "dtype": "float32"}, "(8bit) and compute in half precision: use --dtype bfloat16"),
+])  # fmt: skip
 def test_what_quantised_weights_cannot_do_is_refused(quantised, bits, settings, sentence):
     with pytest.raises(UserError) as refusal:
         load_policy(PolicyConfig(model=quantised[bits], device="cpu", **settings))
@@ -344,16 +341,13 @@ def test_sampling_and_training_agree_up_to_the_context(load, capsys, kind):
     assert length == 256 or difference(length + 40) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("config", "length"),
-    [
-        (LlamaConfig(max_position_embeddings=64), 64),
-        (LlamaConfig(max_position_embeddings=64, rope_parameters=STRETCHED), 256),
-        (LlamaConfig(max_position_embeddings=256, rope_parameters=STRETCHED), 256),
-        (GPT2Config(n_positions=77), 77),
-        (BloomConfig(), float("inf")),  # its positions have no limit
-    ],
-)
+@pytest.mark.parametrize(("config", "length"), [
+    (LlamaConfig(max_position_embeddings=64), 64),
+    (LlamaConfig(max_position_embeddings=64, rope_parameters=STRETCHED), 256),
+    (LlamaConfig(max_position_embeddings=256, rope_parameters=STRETCHED), 256),
+    (GPT2Config(n_positions=77), 77),
+    (BloomConfig(), float("inf")),  # its positions have no limit
+])  # fmt: skip
 def test_the_context_is_what_the_config_says(config, length):
     assert context_length(SimpleNamespace(model=SimpleNamespace(config=config))) == length
 

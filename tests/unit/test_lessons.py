@@ -25,13 +25,11 @@ from run_files import json_of, read_lines, rows_of
 from tool_examination import Talk, describe
 
 from common.errors import UserError
-from common.evaluate import evaluate
 from common.policy import Policy
 from common.tools import ToolCall, calculator, parse_calls
 from tasks import countdown
 
 from harness.base.config import BUNDLED, PolicyConfig
-from harness.data.data import read_rows
 from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
@@ -77,9 +75,9 @@ def rows(make, policy) -> list[WeightedRow]:
 def update(make, policy):
     """One update that moves nothing: its metrics, and the gradient of the policy."""
 
-    def update(rows: list[WeightedRow], read=read_weighted, **settings) -> tuple[dict, list[torch.Tensor]]:
+    def update(rows: list[WeightedRow], **settings) -> tuple[dict, list[torch.Tensor]]:
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-        metrics = make.sft.update(make.Config(**settings), policy, optimizer, read(policy, rows))
+        metrics = make.sft.update(make.Config(**settings), policy, optimizer, read_weighted(policy, rows))
         return metrics, [parameter.grad.clone() for parameter in policy.parameters()]
 
     return update
@@ -100,14 +98,6 @@ def test_the_loss_is_the_weighted_mean_over_all_spoken_tokens(policy, rows, upda
     metrics, found = update(rows, micro_batch_size=micro_batch_size, max_grad_norm=1e9)
     assert metrics["loss/total"] == pytest.approx((loss / weight_sum).item(), rel=1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_weights_of_1_change_no_bit(make, rows, update):
-    for row in rows:
-        row.weights = [1.0] * len(row.ids)
-    results = [update(rows, read, micro_batch_size=2) for read in (read_weighted, make.sft.read)]
-    assert results[0][0] == results[1][0]
-    assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
 def test_verdicts_and_answers_are_emphasised(policy, rows):
@@ -240,13 +230,6 @@ def test_renewed_embeddings_can_be_told_apart(make):
     capitals = list(zip(tokens(world_grammar.CAPITALS), tokens(f" {c}" for c in world_grammar.CAPITALS), strict=True))
     changed = (new != old).any(dim=1).nonzero()[:, 0].tolist()
     assert sorted(changed) == sorted([*syllables, *(token for pair in capitals for token in pair)])
-    digits = new[policy.tokenizer.encode("0123456789")]
-    mean, scale = digits.mean(dim=0), (digits - digits.mean(dim=0)).norm(dim=1).mean()
-    lengths = (new[syllables] - mean).norm(dim=1) / scale
-    assert lengths.mean().item() == pytest.approx((1 + 0.6**2) ** 0.5, rel=0.05)
-    apart = [(new[bare] - new[spaced]).norm() / scale for bare, spaced in capitals]
-    assert sum(apart) / len(apart) == pytest.approx(0.5 * 2**0.5, rel=0.2)
-
     assert make.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing is collapsed any more
     assert torch.equal(weights, new)
 
@@ -380,12 +363,3 @@ def test_lessons_of_countdown_run_and_are_examined(make, tmp_path, monkeypatch):
     embeddings = renewed.model.get_input_embeddings().weight
     less, more = renewed.tokenizer.encode("<>", add_special_tokens=False)
     assert torch.cosine_similarity(embeddings[less], embeddings[more], dim=0) < 0.5  # they were 0.99
-
-
-@pytest.mark.slow
-def test_the_bundled_policy_searches():
-    policy = load_policy(PolicyConfig(device="cpu", model="tiny_countdown"))
-    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[:24]
-    metrics = evaluate(policy, rows, countdown, max_new_tokens=96, num_samples=2, generation_batch_size=64).metrics
-    assert 0.2 < metrics["sampled/accuracy"] < 0.7  # there is something to train on, and something to learn
-    assert metrics["sampled/false_claim"] < 0.1

@@ -143,15 +143,12 @@ def test_rows_of_both_forms_can_be_trained_on(load, capsys):
     assert capsys.readouterr().err.count("math-verify is not installed") == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"problem": "2+2?"}, "a row needs a field 'answer', or a 'solution'"),
-        ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: .*no completion can be right"),
-        ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: .*no completion can be right"),
-        ({"text": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"problem": "2+2?"}, "a row needs a field 'answer', or a 'solution'"),
+    ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: .*no completion can be right"),
+    ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: .*no completion can be right"),
+    ({"text": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
+])  # fmt: skip
 def test_rows_without_a_gold_answer_are_refused(load, row, message):
     with pytest.raises(UserError, match=message):
         load(row, {"problem": "1+1?", "answer": "2"})
