@@ -15,8 +15,6 @@ from tasks import arithmetic
 from harness.logs.metrics import read_lines
 
 WAYS = {  # of training: the model, the flags, and how much sampling and training log-probs may differ
-    "float32, eager": ("llama", ("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),
-    "bfloat16": ("qwen2", ("--dtype", "bfloat16"), 0.1),
     "bfloat16, adapter": ("llama", ("--dtype", "bfloat16", "--lora-rank", "4"), 0.1),
     "float32, checkpointing": ("qwen2", ("--dtype", "float32", "--lora-rank", "4", "--gradient-checkpointing"), 1e-4),
 }
