@@ -89,7 +89,7 @@ def test_the_interval_is_that_of_wilson(share, count):
 
 
 def test_tables_are_printed_as_before(make_run, table, tmp_path):
-    """tests/unit/tables.txt: unknown numbers of questions, differing settings and files, unfinished and unequal runs."""
+    """In tables.txt: unknown numbers of questions, differing settings and files, unfinished and unequal runs."""
     first, last = KEPT["seed0"].metrics.rows[0], KEPT["seed0"].metrics.rows[-1] | {"eval/greedy/accuracy": 0.984}
     files = {name: {"data": "rows.jsonl", "sources": {"data": {"content": name * 64}}} for name in "ab"}
     a, b = (make_run(name, rows=[first, last | {"eval/sampled/accuracy": sampled}], lr=lr, threads=7, **files[name])
@@ -106,7 +106,8 @@ def test_tables_are_printed_as_before(make_run, table, tmp_path):
         (make_run("as_recorded"),), (make_run("fewer", eval_prompts=200),), (make_run("unknown", eval_prompts=None),),
         (a, b), (cut_off, finished), (cut_off,), (early, early), (a, other, tmp_path / "empty"), (two, early), more,
     ]  # fmt: skip
-    printed = "\n".join(table(*runs).replace(str(tmp_path), "...") for runs in compared)
+    lines = "\n".join(table(*runs) for runs in compared).replace(str(tmp_path), "...").splitlines()
+    printed = "".join(f"{line.rstrip()}\n" for line in lines)
     (tmp_path / "tables.txt").write_text(printed, encoding="utf-8")  # to copy, if it should be another one
     assert printed == Path(__file__).with_name("tables.txt").read_text(encoding="utf-8")
 
