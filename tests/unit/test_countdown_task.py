@@ -117,6 +117,7 @@ def test_what_is_not_an_expression_has_no_value(recwarn):
     assert [text for text in NO_EXPRESSIONS if value_of(text) is not None] == []
     rewards = [countdown.reward({"nums": [1, 2], "target": 3}, f"<answer>{text}</answer>") for text in NO_EXPRESSIONS]
     assert {reward["valid"] for reward in rewards} == {0}
+    assert value_of("9" * countdown.MAX_EXPRESSION) == 10**countdown.MAX_EXPRESSION - 1  # the longest that is one
     assert not recwarn
 
 

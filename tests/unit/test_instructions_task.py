@@ -102,13 +102,8 @@ def test_a_description_shows_a_list_of_words():
 
 
 @pytest.mark.parametrize(("topic", "text", "names_it"), [
-    ("bread", "Warm BREAD.", 1),
-    ("breads", "Warm bread is good.", 1),
-    ("knives", "A knife.", 1),
-    ("bread", "breadth", 0),
-    ("bread", "", 0),
-    (None, "Warm bread is good.", 0),
-    ("", "so", 0),
+    ("bread", "Warm BREAD.", 1), ("breads", "Warm bread is good.", 1), ("knives", "A knife.", 1), ("bread", "", 0),
+    ("bread", "breadth", 0), (None, "Warm bread is good.", 0), ("", "so", 0),
 ])  # fmt: skip
 def test_a_text_that_names_its_topic_is_on_topic(topic, text, names_it):
     row = {"topic": topic, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
@@ -284,20 +279,18 @@ def draw_text(kind: str, kwargs: dict, rng: random.Random) -> str:
         return rng.choice(asked if rng.random() < 0.5 else TONGUES.splitlines())[3:]
     text = ""
     for _ in range(rng.randint(1, 12)):
-        text += (
-            rng.choice(SNIPPETS) if rng.random() < 0.3 else " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 5)))
-        )
+        if rng.random() < 0.3:
+            text += rng.choice(SNIPPETS)
+        else:
+            text += " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 5)))
         text += rng.choice([" ", " ", " ", ". ", ". ", "? ", "\n", "\n\n", "\n***\n"])
     if rng.random() < 0.6:
         row = {"instruction_id_list": [kind], "kwargs": [kwargs], "topic": rng.choice(["bread", "the river"])}
         text = (instructions.solution(row) or "") if rng.random() < 0.7 else text
         for _ in range(rng.randint(0, 2)):
             cut, end = rng.randrange(len(text) + 1), rng.randrange(12)
-            text = (
-                text[:cut]
-                + rng.choice(["", " ", "\n", *SNIPPETS, *WORDS.split(), text[cut : cut + 9]])
-                + text[cut + end :]
-            )
+            more = rng.choice(["", " ", "\n", *SNIPPETS, *WORDS.split(), text[cut : cut + 9]])
+            text = text[:cut] + more + text[cut + end :]
     changes = [str.upper, str.lower, '"{}"'.format, "```json\n{}\n```".format, lambda text: json.dumps({"a": text})]
     return rng.choice(changes)(text) if rng.random() < 0.3 else text
 
