@@ -225,6 +225,7 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
         run.finish(after)
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert (summary["before"], summary["after"]) == (before.metrics, after.metrics)
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}
     printed = capsys.readouterr().out
     assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)
