@@ -288,7 +288,7 @@ def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys, m
         exec(code, {})
     assert capsys.readouterr().out == expected
     with pytest.raises(UserError, match="is a bundled policy, which can only be uploaded as it is: omit --merge"):
-        export(directory, "--push", f"me/{name}", "--merge")
+        export(directory, "--push", f"me/{name}", "--merge", "--dry-run")
 
 
 # The model card -------------------------------------------------------------------------------------------------------
