@@ -14,7 +14,7 @@ shows how answers are judged; texts without tags stand for one `<answer>`:
 | `-10` | `-10`, `- 10`, `−10` | `10` | a minus sign is as good as a hyphen |
 | `0` | `-0` | | |
 | `-10` | `-$10`, `$-10` | | a currency sign |
-| `18` | `$18`, `$ 18.00`, `18€`, `\$18`, `$18$` | `\(18\)` | LaTeX's dollar signs, and no other LaTeX |
+| `18` | `$18`, `$ 18.00`, `€18`, `18€`, `\$18`, `$18$` | `\(18\)` | LaTeX's dollar signs, and no other LaTeX |
 | `18` | | `\boxed{18}`, `**18**` | the tags have said that it is the answer |
 | `18` | `18 dollars`, `18 miles per hour.`, `18 km/h` | | a unit, which is not compared |
 | `18` | `18 cents` | | not even where it matters |

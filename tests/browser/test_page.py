@@ -206,28 +206,6 @@ def test_two_steps_of_one_question_are_side_by_side(runs, open_page):
 
 
 @pytest.mark.slow
-def test_a_token_is_chosen_by_mouse(runs, open_page):
-    directory = runs["turns"]
-    page = open_page(directory / "report.html")
-    page.click("#step-next")
-    page.wait_for_function("() => report.chosen().step === 2")
-    other = page.locator("input[name=prompt]:not(:checked)").first.get_attribute("data-prompt")
-    page.click(f"label:has(input[data-prompt='{other}'])")
-    returns = [float(text) for text in page.locator(".completion [data-key=return] b").all_inner_texts()]
-    assert returns == sorted(returns, reverse=True)
-    row = shown_row(page, directory, 3)
-    assert row["prompt_index"] == int(other)
-    assert returns[3] == row["return"]
-    tokens = page.locator(".completion[data-rank='3'] .token")
-    assert tokens.count() == len(row["ids"]) - row["prompt_length"]
-    for place in (0, tokens.count() - 1):
-        tokens.nth(place).hover()
-        assert_shows_token(page, row, place)
-    page.locator(".prompt .token").first.click()
-    assert "part of the prompt, not in the loss" in page.inner_text("#readout")
-
-
-@pytest.mark.slow
 def test_a_token_is_chosen_by_keyboard_alone(runs, open_page):
     directory = runs["base"]
     page = open_page(directory / "report.html")

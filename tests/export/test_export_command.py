@@ -225,14 +225,11 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
     assert f"uploaded to {hub.url}/me/small" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("token", r"the hub refuses the token \(401\)"),
-        ("public", "--private: me/small exists already, and is public; nothing was uploaded to it"),
-        ("network", r"the hub could not be used .*the export is complete.* hf upload me/small"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "sentence"), [
+    ("token", r"the hub refuses the token \(401\)"),
+    ("public", "--private: me/small exists already, and is public; nothing was uploaded to it"),
+    ("network", r"the hub could not be used .*the export is complete.* hf upload me/small"),
+])  # fmt: skip
 def test_what_fails_is_told_and_the_export_kept(tmp_path, hub, monkeypatch, fault, sentence):
     (tmp_path / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     if fault == "token":
@@ -246,23 +243,16 @@ def test_what_fails_is_told_and_the_export_kept(tmp_path, hub, monkeypatch, faul
     assert hub.files == {}
 
 
-def test_a_dry_run_needs_no_token_and_sends_nothing(runs, export, hub, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    export(runs / "full", "--push", "me/small", "--dry-run")
-    printed = capsys.readouterr().out
-    assert "these files would be uploaded to me/small" in printed
-    assert "model.safetensors  7,285,456 bytes" in printed
-    assert hub.repositories == {}
-
-
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys):
-    """The code of its card prints what the card says."""
+def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys, monkeypatch):
+    """The code of its card prints what the card says; a dry run needs no token, and sends nothing."""
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     directory = BUNDLED[name]
     fields, text = card_of(directory)
     assert fields["license"] == "apache-2.0"
     export(directory, "--push", f"me/{name}", "--dry-run")
     printed = capsys.readouterr().out
+    assert f"these files would be uploaded to me/{name}" in printed
     assert all(f"  {path.name}  {path.stat().st_size:,} bytes" in printed for path in directory.iterdir())
     assert hub.repositories == {}
     code, expected = (
@@ -272,13 +262,7 @@ def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys):
         exec(code, {})
     assert capsys.readouterr().out == expected
     with pytest.raises(UserError, match="is a bundled policy, which can only be uploaded as it is: omit --merge"):
-        export(directory, "--push", f"me/{name}", "--merge")
-
-
-@pytest.mark.slow
-def test_all_files_of_a_bundled_policy_arrive(export, hub):
-    export(TINY_POLICY, "--push", "me/tiny")
-    assert hub.files == {path.name: path.read_bytes() for path in TINY_POLICY.iterdir()}
+        export(directory, "--push", f"me/{name}", "--merge", "--dry-run")
 
 
 # The model card -------------------------------------------------------------------------------------------------------
@@ -362,23 +346,6 @@ def test_the_command_has_every_setting_of_the_run(load_script, tmp_path, monkeyp
     assert not {"--device", "--name", "--runs-dir", "--config"} & {*command}
     again = parse_config(train.Config, command[2:], "", defaults)
     assert again == dataclasses.replace(config, config=None, name=None, runs_dir=usual.runs_dir)
-
-
-def test_the_command_of_a_card_trains_the_same_policy(runs, export, load_script, tmp_path):
-    """The settings come from a file, and one of them is changed when the run is resumed."""
-    Path("mine.py").write_text("def short(completions, **_):\n    return [-0.01 * len(c) for c in completions]\n")
-    settings = {"steps": 1, "prompts_per_step": 2, "max_new_tokens": 12, "eval_prompts": 4, "device": "cpu", "lr": 1e-3}
-    settings |= {"reward_functions": "mine.py", "kl_weight": 0.0, "at_most": ["num_terms=2"]}
-    Path("settings.yaml").write_text(yaml.safe_dump(settings))
-    main, run = load_script("experiment_base/train.py").main, tmp_path / "runs/experiment_base/first"
-    main(["--config", "settings.yaml", "--name", "first"])
-    main(["--resume", str(run), "--steps", "2"])
-    export(run)
-    command = re.search(r"^python (\S+) (.*)$", (tmp_path / "exports/first/README.md").read_text(), re.MULTILINE)
-    assert command[1] == "experiment_base/train.py"
-    main([*shlex.split(command[2]), "--name", "again"])
-    weights = [load_file(run.with_name(name) / "final/model.safetensors") for name in ("first", "again")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_base_of_the_hub_is_named_with_its_relation(card):

@@ -1,7 +1,6 @@
 """Adapters, quantised weights and gradient checkpointing: log-probs and gradients equal a plain model's."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -59,11 +58,6 @@ def run_and_catch(script, *flags: str) -> Policy:
         patch.setattr(script, "load_policy", load_and_catch)
         script.main([*A_RUN, *flags])
     return caught[0]
-
-
-def read_steps(directory) -> list[dict]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss/total" in row]
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +197,6 @@ def test_only_frozen_weights_are_held_in_bfloat16(save_checkpoint, tmp_path):
 # attention and gradient checkpointing -------------------------------------------------------------------------------
 
 
-def test_eager_attention_and_sdpa_give_the_same_log_probs():
-    eager, sdpa = load(attn_implementation="eager"), load(attn_implementation="sdpa")
-    assert (eager.packing, sdpa.packing) == (None, "sdpa")
-    torch.testing.assert_close(log_probs_of(eager), log_probs_of(sdpa), atol=1e-5, rtol=0)
-
-
 @pytest.fixture
 def widths(monkeypatch) -> list[int]:
     """The number of tokens per row in every call of a Llama layer, in order.
@@ -294,29 +282,6 @@ def test_gradients_over_4_bit_weights_equal_dequantised_ones():
     torch.testing.assert_close(log_probs_of(quantised), log_probs_of(rounded), atol=1e-3, rtol=0)
     assert cosine(gradients(quantised), gradients(rounded)) > 0.999
     assert cosine(gradients(quantised), gradients(exact)) < 0.999  # the gradients agree because they share the rounding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("load_in", "dtype"), [("8bit", "bfloat16"), ("4bit", "float32")])
-def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp_path, load_in, dtype):
-    pytest.importorskip("bitsandbytes")
-    flags = ("--runs-dir", str(tmp_path), "--load-in", load_in, "--lora-rank", "4", "--lr", "1e-2", "--save-merged")
-    policy = run_and_catch(load_script("experiment_base/train.py"), *flags)
-    directory = tmp_path / "experiment_base" / "adapter"
-    first, second = read_steps(directory)
-    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype  # as resolved
-    assert abs(first["loss/kl"]) < 1e-2
-    assert first["loss/grad_norm"] > 0
-    assert second["loss/kl"] > first["loss/kl"]
-    loaded = PeftModel.from_pretrained(read_plain(TINY_POLICY), directory / "final")
-    adapters = {name: weight for name, weight in policy.named_parameters() if "lora_" in name}
-    for name, weight in loaded.named_parameters():
-        if "lora_" in name:
-            assert torch.equal(weight, adapters.pop("model." + name)), name
-    assert not adapters
-    if dtype == "float32":  # merged into the weights before quantisation
-        merged = plain_log_probs(read_plain(directory / "final_merged"))
-        torch.testing.assert_close(merged, plain_log_probs(loaded), atol=1e-5, rtol=0)
 
 
 # how many parameters -------------------------------------------------------------------------------------------------

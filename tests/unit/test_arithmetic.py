@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 import arithmetic_grammar as grammar
@@ -81,70 +80,16 @@ def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
 
 # The reward ---------------------------------------------------------------------------------------------------------
 
-
-NUMBERS = """
-58: +58, 58.0, 58., 058
-1234: 1,234
-1,234: 1234
-1234567: 1,234,567.00
--58: -58, - 58
-0: -0
-x + 1: x+1
-"""
-NEAR_MISSES = """
-58: 59, 158, 5, 20+38, the answer is 58, 58.5, -58
-1234: 12,34
--58: 58
-"""
-COMPLETIONS = {  # for the right answer 58, by whether it is correct, and well-formed
-    (1, 1): """
-        <answer>58</answer> | <think>20+38=58</think><answer>58</answer>
-        | <think>20+38=58</think>  <answer> 58 </answer>""",
-    (1, 0): """
-        It is <answer>58</answer> | <answer>58</answer> I think. | <think>a</think><think>b</think><answer>58</answer>
-        | 20+38=58</think><answer>58</answer> | <answer>58</answer><think>20+38=58</think>""",
-    (0, 1): "<answer>59</answer> | <answer></answer>",
-    (0, 0): """
-        <answer>58</answer><answer>58</answer> | <answer>58</answer><answer>59</answer>
-        | <answer>59</answer><answer>58</answer> | <think><answer>58</answer></think><answer>58</answer>
-        | <think><answer>58</answer></think> | <think>20+38=58 <answer>58</answer> | <think><answer>58</think></answer>
-        | <think>20+38=58</think> | <answer>58<think>59</answer></think></answer> | 58 || <answer>58 | 58</answer>
-        | </answer>58<answer> | <answer><answer>58</answer></answer> | <answer><b>58</b></answer>
-        | <ANSWER>58</ANSWER>""",
-}
+SPELLINGS = "58: +58, 58.0, 58., 058; 1234: 1,234; 1,234: 1234; 1234567: 1,234,567.00; -58: - 58; 0: -0; x + 1: x+1"
+NEAR_MISSES = "58: 59, 158, 5, 20+38, the answer is 58, 58.5, -58; 1234: 12,34; -58: 58"
 
 
-def test_the_reward_counts_one_answer_outside_the_thought():
-    for outcome, texts in COMPLETIONS.items():
-        for text in texts.split("|"):
-            found = task.reward({"question": "What is 20 plus 38?", "answer": "58"}, text.strip(" "))
-            assert tuple(found.values()) == outcome, text
-    assert task.reward({"answer": 58}, "<answer>58</answer>")["correct"] == 1  # the data hold a number instead of text
-    for table, is_right in ((NUMBERS, 1), (NEAR_MISSES, 0)):
-        for line in table.strip().splitlines():
-            gold, _, answers = line.partition(": ")
-            for answer in answers.split(", "):
-                found = task.reward({"question": "", "answer": gold}, f"<answer>{answer}</answer>")
-                assert found == {"correct": is_right, "format": 1}, (gold, answer)
-
-
-def test_the_question_does_not_affect_the_reward():
-    for question in ("", "What is 58?", "<answer>59</answer> Is that so? <think>"):
-        rewards = [task.reward({"question": question, "answer": "58"}, text) for text in ("<answer>58</answer>", "")]
-        assert [reward["correct"] for reward in rewards] == [1, 0]
-
-
-def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
-    bundled = [row for file in rows.values() for row in file]
-    assert len(bundled) == 4608
-    for row in bundled:
-        answer = int(row["answer"])
-        texts = (
-            task.solution(row),
-            f"<think>so</think><answer>{answer:,}.0</answer>",
-            f"<answer>{answer + 1}</answer>",
-        )
-        assert [tuple(task.reward(row, text).values()) for text in texts] == [(1, 1), (1, 1), (0, 1)]
+def test_an_answer_is_right_in_every_spelling_and_nothing_else_is():
+    assert task.reward({"answer": 58}, "<answer>58</answer>")["correct"] == 1  # a number instead of text
+    for table, is_right in ((SPELLINGS, 1), (NEAR_MISSES, 0)):
+        for gold, _, answers in (line.partition(": ") for line in table.split("; ")):
+            found = [task.reward({"answer": gold}, f"<answer>{answer}</answer>") for answer in answers.split(", ")]
+            assert found == [{"correct": is_right, "format": 1}] * len(found), gold
 
 
 def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
@@ -209,55 +154,39 @@ def test_reward_and_description_are_those_of_a_slow_definition():
         text = "".join(rng.choices(pieces, k=length))
         if length < 3:
             text = f"<think>{text}</think>{rng.choice(pieces)}<answer>{rng.choice(pieces)}</answer>"
-        rewards, description = task.reward({"answer": "58"}, text), task.describe({}, text)
+        row = {"question": rng.choice(["What is 58?", "<answer>59</answer> Is that so? <think>"]), "answer": "58"}
+        rewards, description = task.reward(row, text), task.describe(row, text)
         assert rewards == slow_reward("58", text), text
         assert description == slow_description(text), text
         outcomes.add((rewards["correct"], rewards["format"], description["reasoned"]))
     assert len(outcomes) == 8
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            tag * 200_000
-            for tag in (*TAGS, "<think>x", "<answer></answer>", "<think></think>", "<think>   ", "<answer> ")
-        ),
-        *(f"<answer>{part * 400_000}</answer>" for part in ("7", "1,", "1,234", " ", "5 ", "0", "+", "<")),
-        *(f"<think>{part * 400_000}" for part in ("x", " ", "<", "</", "\n<")),
-        "<think>" * 200_000 + "</think>" * 200_000 + "<answer>" * 200_000 + "</answer>",
-        "".join(random.Random(0).choices([*TAGS, "5", " ", "<"], k=400_000)),
-    ],
-    ids=lambda text: f"{text[:20]!r}",
-)
-def test_the_time_of_a_reward_is_linear_in_its_text(text):
-    assert task.reward({"answer": "58"}, text)["correct"] == 0
-    assert task.reward({"answer": text}, "<answer>58</answer>")["correct"] == 0
-    assert set(task.describe({}, text).values()) == {0, 1}
+PIECES = [*TAGS, "<think>x", "<answer></answer>", "<think></think>", "<think>   ", "<answer> "]
+INSIDE = {"<answer>": ("7", "1,", "1,234", " ", "5 ", "0", "+", "<"), "<think>": ("x", " ", "<", "</", "\n<")}
 
 
-CAN_BE_EARNED = ["58", " -1,234.0 ", 58, 58.5, 1e30, "x + 1", "Infinity War"]
-NO_ANSWERS = ["20+38=58\n#### 58", "#### 58", "", " \n ", "5\n8", "5\u20288", "</answer>", "<b>58</b>", "1 < 2"]
-NO_ANSWERS += ["<answer>58</answer>", math.inf, -math.inf, math.nan, "Infinity", "-Infinity", "NaN"]
+def test_the_time_of_a_reward_is_linear_in_its_text():
+    texts = [piece * 200_000 for piece in PIECES] + ["".join(tag * 200_000 for tag in TAGS)]
+    texts += [f"{tag}{piece * 400_000}</answer>" for tag, pieces in INSIDE.items() for piece in pieces]
+    for text in [*texts, "".join(random.Random(0).choices([*TAGS, "5", " ", "<"], k=400_000))]:
+        assert task.reward({"answer": "58"}, text)["correct"] == 0
+        assert task.reward({"answer": text}, "<answer>58</answer>")["correct"] == 0
+        assert set(task.describe({}, text).values()) == {0, 1}
 
 
 def test_only_an_answer_can_be_earned(load_script):
-    template = load_script("docs/task_template.py")
-    for answer in (*CAN_BE_EARNED, *NO_ANSWERS):
-        row, can_be_earned = {"question": "", "answer": answer}, answer in CAN_BE_EARNED
-        assert task.reward(row, task.solution(row))["correct"] == can_be_earned, answer
-        for text in ("", answer, str(answer).strip()):
-            assert can_be_earned or task.reward(row, f"<answer>{text}</answer>")["correct"] == 0, answer
-    for answer, earned in (("58", 1), (" 58\n", 1), ("", 0), ("</answer>", 0)):
+    """Not the text of GSM8K, tags, several lines, or what is no number: such a row would pay for nothing."""
+    for answer in ("58", " -1,234.0 ", 58, 58.5, 1e30, "x + 1", "Infinity War"):
+        assert task.reward({"answer": answer}, task.solution({"answer": answer}))["correct"] == 1, answer
+    lines = ("20+38=58\n#### 58", "#### 58", "", " \n ", "5\n8", "5\u20288", "</answer>", "<b>58</b>", "1 < 2")
+    for answer in (*lines, "<answer>58</answer>", math.inf, -math.inf, math.nan, "Infinity", "-Infinity", "NaN"):
         row = {"question": "", "answer": answer}
-        assert template.reward(row, template.solution(row))["correct"] == earned
-    assert template.reward({"answer": "58"}, "<answer>" * 400_000)["correct"] == 0
-
-
-def test_messages_are_the_question_and_any_system_prompt():
-    row, user = {"question": "What is 2+3?", "answer": "5"}, {"role": "user", "content": "What is 2+3?"}
-    assert task.messages(row) == [user]
-    assert task.messages(row, "Think.") == [{"role": "system", "content": "Think."}, user]
+        texts = [task.solution(row), *(f"<answer>{text}</answer>" for text in ("", answer, str(answer).strip()))]
+        assert [task.reward(row, text)["correct"] for text in texts] == [0] * 4, answer
+    template = load_script("docs/task_template.py")
+    for answer, earned in (("58", 1), (" 58\n", 1), ("", 0), ("</answer>", 0)):
+        assert template.reward({"answer": answer}, template.solution({"answer": answer}))["correct"] == earned
 
 
 # The bundled files --------------------------------------------------------------------------------------------------
@@ -285,25 +214,13 @@ def test_every_bundled_answer_is_right(rows):
         assert min(numbers) > 0
         totals = [value(terms[: k + 1]) for k in range(len(terms))]
         assert 0 <= min(totals) <= max(totals) <= grammar.MAX_TOTAL
+        wrong = f"<answer>{int(row['answer']) + 1}</answer>"
+        assert [task.reward(row, text)["correct"] for text in (task.solution(row), wrong)] == [1, 0]
     assert max(row["num_terms"] for row in itertools.chain(*rows.values())) < 5  # the long sums have more
     for found, only_pool in zip(long_sums, POOLS.values(), strict=True):
         questions = [grammar.Question(tuple(grammar.Term(*term) for term in parse(row["question"]))) for row in found]
         assert {grammar.pool(question) for question in questions} == {only_pool}
         assert len({question.key for question in questions}) == len(questions)
-
-
-def test_every_wording_asks_for_the_sum_that_it_was_made_from():
-    rng = random.Random(0)
-    wordings = set()
-    for kind in grammar.KINDS:
-        for wording in range(60):
-            drawn = grammar.draw_question(rng, kind, "warm_start")
-            question = grammar.Question(drawn.terms, wording)
-            text = grammar.render(question)
-            assert parse(text) == [(term.sign, term.factors) for term in question.terms]
-            assert value(parse(text)) == question.answer
-            wordings.add(re.sub(r"\d+( ?([+\-*]|plus|minus|times) ?\d+)+|\d+", "N", text))
-    assert len(wordings) == 8 + len(PHRASES)
 
 
 def test_train_heldout_and_warm_start_share_no_question(rows, conversations):
@@ -316,53 +233,6 @@ def test_train_heldout_and_warm_start_share_no_question(rows, conversations):
     assert not train & warm_start
     assert not heldout & warm_start
     assert not imitated & (heldout | warm_start)
-
-
-# The warm start -----------------------------------------------------------------------------------------------------
-
-
-def check_reasoning(reasoning: str, terms: Terms) -> None:
-    """Every equation holds, each step starts from the last total, and the steps lead to the answer."""
-    steps, checks = reasoning.partition("check")[::2]
-    total = None
-    for step in steps.split():
-        left, _, right = step.partition("=")
-        assert value(parse(left)) == int(right), reasoning
-        if "*" not in left:
-            start = int(re.match(r"\d+", left).group())
-            assert start == (value(terms[:1]) if total is None else total), reasoning
-            total = int(right)
-    assert value(terms) == (int(right) if total is None else total)
-    for check in checks.replace("check", " ").split():
-        left, _, right = check.partition("=")
-        assert value(parse(left)) == int(right), reasoning
-        assert int(re.match(r"\d+", left).group()) == value(terms)
-
-
-def test_every_copied_sum_is_the_sum_in_question(conversations):
-    for question, target in conversations["copying"]:
-        assert re.fullmatch(r"[\d+*-]+", target)
-        assert parse(target) == parse(question)
-
-
-@pytest.mark.parametrize("lesson", ["reasoning", "answering", "imitated"])
-def test_all_answers_and_equations_of_conversations_are_right(conversations, lesson):
-    styles = Counter()
-    for question, target in conversations[lesson]:
-        terms = parse(question)
-        match = re.fullmatch(r"(?:<think>(.+)</think>)?<answer>(\d+)</answer>", target)
-        assert match, target
-        assert int(match.group(2)) == value(terms), (question, target)
-        assert task.reward({"answer": str(value(terms))}, target) == {"correct": 1, "format": 1}
-        if match.group(1):
-            check_reasoning(match.group(1), terms)
-        styles["reasoned" if match.group(1) else "direct"] += 1
-        styles["checked"] += "check" in target
-    if lesson != "answering":
-        assert styles["direct"] == 0
-    else:  # the policy should know every style, and prefer direct answers
-        assert 0.15 < styles["reasoned"] / LESSONS[lesson] < 0.25
-        assert styles["checked"] > 20
 
 
 # Claims about the longer sums -----------------------------------------------------------------------------------------

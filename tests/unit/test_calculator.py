@@ -3,7 +3,6 @@
 Its task: the questions, disjoint pools, the rewards, and the bundled files.
 """
 
-import itertools
 import json
 import math
 import random
@@ -12,8 +11,7 @@ import warnings
 from fractions import Fraction
 
 import pytest
-from arithmetic_grammar import pool
-from calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
+from calculator_grammar import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_files import read_lines
@@ -180,17 +178,6 @@ def files() -> dict[str, list[dict]]:
     return {"train": read_lines(calculator_task.TRAIN_DATA), "heldout": read_lines(calculator_task.EVAL_DATA)}
 
 
-def test_questions_are_of_their_kind_and_pool():
-    rng = random.Random(1)
-    for kind, only_pool in itertools.product([*KINDS] * 50, ("train", "heldout", "warm_start")):
-        question = draw_calculator_question(rng, kind, only_pool)
-        numbers = [number for term in question.terms for number in term.factors]
-        assert pool(question) == only_pool
-        assert 0 <= question.answer <= MAX_RESULT
-        assert (len(question.terms) == 1) == (kind == "product")
-        assert (max(numbers) < 100) == (kind == "easy")
-
-
 def test_the_bundled_files_are_what_the_script_writes(files, load_script):
     make_rows = load_script("imitation/tiny_policy/make_calculator_tasks.py").make_rows
     for only_pool, rows in files.items():
@@ -220,17 +207,14 @@ def test_every_answer_is_what_python_computes(files):
     assert computed > 400
 
 
-@pytest.mark.parametrize(
-    ("text", "correct", "well_formed"),
-    [
-        ("<answer>21330</answer>", 1, 1), ("\n<answer>21,330</answer>", 1, 1),
-        ("<think>a</think>\n<think>b</think>\n<answer>21330</answer>", 1, 1),
-        ("<think>a</think>\nIt is\n<answer>21330</answer>", 1, 0),
-        ("<answer>21330</answer>\n<answer>21330</answer>", 0, 0),
-        ("<answer>1</answer>\n<answer>21330</answer>", 0, 0), ("<think><answer>21330</answer></think>", 0, 0),
-        ("<answer>21331</answer>", 0, 1), ("<answer>21330", 0, 0), ("<think>" * 1000, 0, 0), ("", 0, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "correct", "well_formed"), [
+    ("<answer>21330</answer>", 1, 1), ("\n<answer>21,330</answer>", 1, 1),
+    ("<think>a</think>\n<think>b</think>\n<answer>21330</answer>", 1, 1),
+    ("<think>a</think>\nIt is\n<answer>21330</answer>", 1, 0),
+    ("<answer>21330</answer>\n<answer>21330</answer>", 0, 0),
+    ("<answer>1</answer>\n<answer>21330</answer>", 0, 0), ("<think><answer>21330</answer></think>", 0, 0),
+    ("<answer>21331</answer>", 0, 1), ("<answer>21330", 0, 0), ("<think>" * 1000, 0, 0), ("", 0, 0),
+])  # fmt: skip
 def test_the_reward_of_what_was_said_in_all_turns(text, correct, well_formed):
     row = {"question": "What is 347 times 58 plus 1204?", "answer": "21330", "kind": "chain"}
     assert calculator_task.reward(row, text) == {"correct": correct, "format": well_formed}

@@ -8,8 +8,6 @@ from fractions import Fraction
 
 import pytest
 from decisions import decisions, tagged
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from tasks import countdown
@@ -37,29 +35,21 @@ def test_the_table_of_decisions_holds():
         assert (rewards["correct"], rewards["valid"]) == (column == 0, column <= 1), (problem, answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "answered", "is_format", "description"),
-    [
-        ("<think>3-5</think><answer>3*5</answer>", 1, 1, (0, 0, 0, 0)),
-        ("<think>3+5=8<15, 3*5=15</think><answer>3*5</answer>", 1, 1, (2, 0, 0, 0)),
-        ("<think>3+5=8<15</think><answer>3+5</answer>", 1, 1, (1, 1, 0, 0)),
-        ("<think>(3+5)*1=8*1=8<15 (3*5)*1=15*1=15=15</think><answer>3*5</answer>", 1, 1, (2, 0, 0, 0)),
-        ("<answer>15</answer>", 1, 1, (0, 1, 0, 0)),
-        ("<answer>none</answer>", 1, 1, (0, 0, 1, 0)),
-        ("<answer>3*5=15</answer>", 1, 1, (0, 0, 0, 1)),
-        ("<answer>15 = 3*5</answer>", 1, 1, (0, 0, 0, 1)),
-        ("<answer>3+5=15</answer>", 1, 1, (0, 0, 0, 0)),
-        ("I think <answer>3*5</answer>", 1, 0, (0, 0, 0, 0)),
-        ("<answer>3</answer><answer>5</answer>", 0, 0, (0, 0, 0, 0)),
-        ("<think>3+5=8", 0, 0, (1, 0, 0, 0)),
-        ("3*5", 0, 0, (0, 0, 0, 0)),
-        ("", 0, 0, (0, 0, 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("text", "answered", "is_format", "description"), [
+    ("<think>3-5</think><answer>3*5</answer>", 1, 1, (0, 0, 0, 0)),
+    ("<think>3+5=8<15, 3*5=15</think><answer>3*5</answer>", 1, 1, (2, 0, 0, 0)),
+    ("<think>3+5=8<15</think><answer>3+5</answer>", 1, 1, (1, 1, 0, 0)),
+    ("<think>(3+5)*1=8*1=8<15 (3*5)*1=15*1=15=15</think><answer>3*5</answer>", 1, 1, (2, 0, 0, 0)),
+    ("<answer>15</answer>", 1, 1, (0, 1, 0, 0)), ("<answer>none</answer>", 1, 1, (0, 0, 1, 0)),
+    ("<answer>3*5=15</answer>", 1, 1, (0, 0, 0, 1)), ("<answer>15 = 3*5</answer>", 1, 1, (0, 0, 0, 1)),
+    ("<answer>3+5=15</answer>", 1, 1, (0, 0, 0, 0)), ("I think <answer>3*5</answer>", 1, 0, (0, 0, 0, 0)),
+    ("<answer>3</answer><answer>5</answer>", 0, 0, (0, 0, 0, 0)), ("<think>3+5=8", 0, 0, (1, 0, 0, 0)),
+    ("3*5", 0, 0, (0, 0, 0, 0)), ("", 0, 0, (0, 0, 0, 0)),
+])  # fmt: skip
 def test_what_else_is_said_of_a_completion(text, answered, is_format, description):
     rewards, found = countdown.reward(ROW, text), countdown.describe(ROW, text)
     assert (rewards["answered"], rewards["format"]) == (answered, is_format)
-    assert found == dict(zip(("tries", "false_claim", "gives_up", "equation"), description, strict=True))
+    assert list(found.values()) == list(description)
 
 
 # Expressions --------------------------------------------------------------------------------------------------------
@@ -129,17 +119,8 @@ def test_what_is_not_an_expression_has_no_value(recwarn):
     assert [text for text in NO_EXPRESSIONS if value_of(text) is not None] == []
     rewards = [countdown.reward({"nums": [1, 2], "target": 3}, f"<answer>{text}</answer>") for text in NO_EXPRESSIONS]
     assert {reward["valid"] for reward in rewards} == {0}
+    assert value_of("9" * countdown.MAX_EXPRESSION) == 10**countdown.MAX_EXPRESSION - 1  # the longest that is one
     assert not recwarn
-
-
-def test_the_longest_and_deepest_expressions_are_read():
-    most = countdown.MAX_EXPRESSION
-    assert value_of("9" * most) == 10**most - 1
-    assert value_of("-" * (most - 1) + "7") == -7
-    assert value_of("(" * 140 + "7" + ")" * 140) in (7, None)  # the depth limit of Python's parser
-    assert value_of("*".join(["99"] * 100)) == 99**100
-    assert value_of("  " + "1+" * 149 + "1\n") == 150
-    assert value_of("(1\n+ 2)") == 3
 
 
 def test_an_expression_is_read_near_the_limit_of_recursion():
@@ -151,22 +132,6 @@ def test_an_expression_is_read_near_the_limit_of_recursion():
         frame, frames = frame.f_back, frames + 1
     assert deeper(sys.getrecursionlimit() - frames - 100) is None
     assert deeper(10) == 7
-
-
-PIECES = st.sampled_from(
-    ["<answer>", "</answer>", "<think>", "</think>", *"1234 0()+-*/=\u00d7\u00f7\u2212.,x\n\\{}_", "1+2", "**", "//"]
-)
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join), st.booleans())
-def test_no_text_makes_the_reward_raise(text, is_answer):
-    text = f"<answer>{text}</answer>" if is_answer else text
-    row = {"nums": [1, 2], "target": 3}
-    rewards = countdown.reward(row, text)
-    assert set(rewards.values()) | {0, 1} == {0, 1}
-    assert rewards["correct"] <= rewards["valid"] <= rewards["answered"]
-    assert set(countdown.describe(row, text)) == {"tries", "false_claim", "gives_up", "equation"}
 
 
 # Solutions ----------------------------------------------------------------------------------------------------------
@@ -198,15 +163,12 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
             assert (value, sorted(used)) == (target, sorted(numbers))
 
 
-@pytest.mark.parametrize(
-    ("nums", "target", "reason"),
-    [
-        ([1, 1], 3, "No expression makes 3 from 1, 1."), ([1, 4], 9, "No expression makes 9 from 1, 4."),
-        ([], 3, "whole"), ([1, -2], 3, "1, -2; 3."), ([1, None, {}], 3, "1, None, {}; 3."),
-        ([1, 2], 2.5, "1, 2; 2.5."), ([1, 2], "²", "1, 2; ²."), ([1, 2], "9" * 5000, "9999."),
-        (list(range(50)), 3, "50 numbers are too many"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("nums", "target", "reason"), [
+    ([1, 1], 3, "No expression makes 3 from 1, 1."), ([1, 4], 9, "No expression makes 9 from 1, 4."),
+    ([], 3, "whole"), ([1, -2], 3, "1, -2; 3."), ([1, None, {}], 3, "1, None, {}; 3."),
+    ([1, 2], 2.5, "1, 2; 2.5."), ([1, 2], "²", "1, 2; ²."), ([1, 2], "9" * 5000, "9999."),
+    (list(range(50)), 3, "50 numbers are too many"),
+])  # fmt: skip
 def test_a_row_that_nobody_can_solve_is_refused(nums, target, reason):
     row = Row({"nums": nums, "target": target})
     row.place = "rows.jsonl:7"
@@ -215,16 +177,3 @@ def test_a_row_that_nobody_can_solve_is_refused(nums, target, reason):
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0
     assert countdown.messages(row)[0]["content"].startswith("Make ")
-
-
-def test_rows_may_hold_numbers_as_text():
-    for row in ({"nums": ["19", "36", " 55", "7"], "target": "65"}, {"nums": [19.0, 36, 55, 7], "target": 65.0}):
-        assert countdown.reward(row, "<answer>55+36-19-7</answer>")["correct"] == 1
-        assert countdown.reward(row, countdown.solution(row))["correct"] == 1
-
-
-def test_weights_of_the_command_line_reach_the_total():
-    task = Scorer(TaskFile(countdown, "countdown"), ("correct=0.9", "answered=0.1"))
-    texts = ("<answer>3*5</answer>", "<answer>3</answer>", "3*5")
-    totals = [task.total_reward(task.reward(ROW, text)) for text in texts]
-    assert totals == pytest.approx([1, 0.1, 0])

@@ -355,23 +355,6 @@ def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batc
             assert torch.equal(update.measurements["entropy"], entropy[index] * mask)
 
 
-def test_a_loss_names_what_is_logged_about_its_tokens(experience):
-    statistics = UpdateStatistics(MAX_GRAD_NORM)
-    mask, means = experience.action_mask.bool(), []
-    for log_probs, entropy, norm in updates_of(experience):
-        leaf = log_probs.clone().requires_grad_()
-        terms = -leaf * experience.advantages * mask / B
-        terms.sum().backward()
-        statistics.add(0, 0, experience, leaf, terms, entropy=entropy, surprise=-leaf)
-        statistics.end_update(torch.tensor(norm))
-        means.append(-log_probs[mask].double().mean().item())
-    metrics = statistics.metrics()
-    assert metrics["policy/surprise"] == pytest.approx(sum(means) / len(means), rel=1e-6)
-    assert not {"loss/kl", "policy/clipped", "policy/ratio", "policy/first_ratio", "policy/ratio_min"} & metrics.keys()
-    (row, *_) = statistics.rows[10, 0]
-    torch.testing.assert_close(row.measurements["push"], (experience.advantages * mask / B)[0])
-
-
 def test_terms_of_rows_are_refused(experience):
     """Otherwise they would count once for every token."""
     leaf = torch.zeros(experience.action_mask.shape, requires_grad=True)

@@ -391,14 +391,10 @@ def test_the_example_of_the_docs_is_what_it_prints(tmp_path):
     assert re.sub(rounding, "", done.stdout) == re.sub(rounding, "", output)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("import os\nos._exit(0)", "my_loss.py ended the process, with exit status 0"),
-        ("import time\n" + LOSS + "time.sleep(3); 1 / 0", "policy_loss did not return within 0.5 seconds"),
-    ],
-    ids=["ends the process", "endless"],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("import os\nos._exit(0)", "my_loss.py ended the process, with exit status 0"),
+    ("import time\n" + LOSS + "time.sleep(3); 1 / 0", "policy_loss did not return within 0.5 seconds"),
+], ids=["ends the process", "endless"])  # fmt: skip
 def test_a_file_that_ends_the_process_or_never_returns_is_no_success(tmp_path, capfd, monkeypatch, text, sentence):
     monkeypatch.setattr(doctor.apart, "CALL_LIMIT", 0.5)
     monkeypatch.setattr(os, "_exit", pytest.fail)  # in this process it would end all tests, with status 0

@@ -1,11 +1,9 @@
 """Evaluation: pass@k is unbiased, and every metric is computed from the sampled completions."""
 
-import copy
 import dataclasses
 import itertools
 import json
 import re
-from math import comb
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ from tasks import arithmetic
 
 from harness.base.config import RunConfig
 from harness.evaluation.held_out import evaluate_held_out
-from harness.logs.summary import divide_gain, summarise_gain
+from harness.logs.summary import divide_gain
 from harness.models.loading import load_policy
 from harness.run.start import start_run
 from harness.task.task import load_task
@@ -34,17 +32,6 @@ def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
             assert pass_at_k(n, c, k) == pytest.approx(sum(choices) / len(choices))
     with pytest.raises(ValueError, match=f"pass@{n + 1} needs at least {n + 1} samples, not {n}"):
         pass_at_k(n=n, c=1, k=n + 1)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
-    chances = [comb(8, c) * p**c * (1 - p) ** (8 - c) for c in range(9)]
-    mean = sum(chance * pass_at_k(8, c, k) for c, chance in enumerate(chances))
-    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-    if (p, k) == (0.2, 4):
-        plug_in = sum(chance * (1 - (1 - c / 8) ** k) for c, chance in enumerate(chances))
-        assert (round(mean, 3), round(plug_in, 3)) == (0.590, 0.517)
 
 
 ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 11)]
@@ -116,15 +103,6 @@ def test_pass_at_k_is_over_the_samples_of_one_question(policy):
     assert metrics["sampled/accuracy"] == metrics["greedy/accuracy"] == pytest.approx(0.3)
 
 
-def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
-    first, again, other = (
-        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=20, num_samples=2, seed=seed) for seed in (0, 0, 1)
-    )
-    assert first == again
-    assert first[0] != other[0]
-    assert first[1] == other[1]  # greedy decoding draws nothing
-
-
 def test_conversations_are_asked_for_and_measured_like_answers(policy):
     asked = []
 
@@ -158,19 +136,6 @@ def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row)) + forced for row in ROWS[:3]]
     rows = sample(policy, prompts, 1, max_new_tokens=10, key=(0,), greedy=True)
     assert texts == ["<think>" + decode(policy.tokenizer, row.completion_ids) for row in rows]
-
-
-def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n",
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>",
-    )
-    opening = make_policy(1024, end_of_turn_ids=(2,), pad_id=0, tokenizer=tokenizer)
-    _, greedy, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10, prefix="1+1")
-    assert all(answer.text.startswith("<think>1+1") for answer in greedy)
-    _, greedy, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
-    assert all(answer.text.startswith("<think>") for answer in greedy)
 
 
 def test_a_task_without_correct_has_rewards_and_no_accuracy(policy):
@@ -252,14 +217,6 @@ def gain(style: str) -> tuple[Evaluation, Evaluation]:
     )
 
 
-def test_the_summary_does_not_confuse_before_and_after():
-    before, after = gain("a")
-    task = SimpleNamespace(eval_rows=[{}], file=SimpleNamespace(kind=lambda row: ()))
-    found = summarise_gain(task, before, after)
-    assert (found["before"], found["after"]) == (before.metrics, after.metrics)
-    assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
-
-
 def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
     before, after = gain("reasoned")
@@ -268,6 +225,7 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
         run.finish(after)
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert (summary["before"], summary["after"]) == (before.metrics, after.metrics)
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}
     printed = capsys.readouterr().out
     assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)

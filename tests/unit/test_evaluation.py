@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.keyed import keyed_generator
-from common.policy import Policy
 from common.trajectory import Trajectory
 from viewer.table import wilson
 
@@ -127,15 +126,12 @@ def slow_majority(answers: list, correct: list, k: int) -> float:
     return float(np.mean(values))
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        ["58", "60", "58", None, "58", "61", "60", "60"],  # a tie of right and wrong
-        ["58", "60", "60", "60", None, None, None, None],
-        ["58"] * 8,
-        [None] * 8,
-    ],
-)
+@pytest.mark.parametrize("answers", [
+    ["58", "60", "58", None, "58", "61", "60", "60"],  # a tie of right and wrong
+    ["58", "60", "60", "60", None, None, None, None],
+    ["58"] * 8,
+    [None] * 8,
+])  # fmt: skip
 def test_majority_is_the_mean_over_all_subsets(monkeypatch, answers):
     monkeypatch.setattr(harness.evaluation.figures, "DRAWS", 4000)
     correct = [float(answer == "58") for answer in answers]
@@ -236,32 +232,12 @@ def make_config(config_class, tmp_path):
     return lambda **changes: config_class(**(plain | changes))
 
 
-@pytest.fixture(scope="module")
-def random_models(tokenizer):
-    """A Qwen2 (rotary positions, biases, grouped keys) and a GPT-2 (absolute positions) that write random tokens."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
-
-    shape = {"vocab_size": 1024, "initializer_range": 0.3, "eos_token_id": tokenizer.eos_token_id}
-    qwen2 = Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **shape
-    )
-    gpt2 = GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, **shape
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        models = {"qwen2": Qwen2ForCausalLM(qwen2), "gpt2": GPT2LMHeadModel(gpt2)}
-    ids = [tokenizer.eos_token_id], tokenizer.pad_token_id
-    return {name: Policy(model.float(), tokenizer, *ids) for name, model in models.items()}
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_batches_of_1_and_of_64_give_the_same_completions(make_config, random_models, tmp_path, kind):
-    pages = []
-    for size in (1, 64) if kind == "gpt2" else (3, 64):
+def test_batches_of_1_and_of_64_give_the_same_completions(make_config, make_policy, tokenizer, tmp_path):
+    ids, pages = {"end_of_turn_ids": (tokenizer.eos_token_id,), "pad_id": tokenizer.pad_token_id}, []
+    policy = make_policy(1024, **ids, tokenizer=tokenizer)
+    for size in (1, 64):
         directory = tmp_path / str(size)
-        evaluate(make_config(generation_batch_size=size), directory, lambda: random_models[kind])
+        evaluate(make_config(generation_batch_size=size), directory, lambda: policy)
         pages.append((directory / "completions.jsonl").read_text())
     assert pages[0] == pages[1]
     texts = {json.loads(line)["text"] for line in pages[0].splitlines()}
@@ -298,14 +274,11 @@ def begun(make_config, tmp_path):
     return begun
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"num_samples": 2}, "--num-samples 2 differs from 4 in "),
-        ({"limit": 3}, "--limit 3 differs from null in "),
-        ({"completion_prefix": "<think>"}, '--completion-prefix "<think>" differs from null in '),
-    ],
-)
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"num_samples": 2}, "--num-samples 2 differs from 4 in "),
+    ({"limit": 3}, "--limit 3 differs from null in "),
+    ({"completion_prefix": "<think>"}, '--completion-prefix "<think>" differs from null in '),
+])  # fmt: skip
 def test_other_settings_in_the_same_directory_are_refused(make_config, begun, changes, sentence):
     begun(make_config(output="elsewhere", compare="x"))  # settings that may change
     with pytest.raises(UserError, match=f"^{sentence}"):

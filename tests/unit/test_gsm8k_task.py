@@ -2,23 +2,18 @@
 
 import json
 import math
-import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from decisions import decisions, tagged
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from tasks import gsm8k
 
-from harness.base.config import RunConfig
 from harness.data.rows import Row
 from harness.task.row_checks import try_solutions
 from harness.task.scorer import Scorer
-from harness.task.task import load_task
 from harness.task.task_file import TaskFile
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
@@ -89,30 +84,6 @@ def test_a_row_whose_gold_is_no_number_is_refused(answer):
 # Numbers ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["", "$", "€"]), st.sampled_from(["", ".", " eggs", "%", ".00"]))
-def test_a_number_is_read_in_every_usual_form(number, before, after):
-    sign = "-" if number < 0 else ""
-    for text in (f"{number}{after}", f"{number:,}{after}", f"{sign}{before}{abs(number):,}{after}"):
-        assert gsm8k.read_number(text) == number
-        assert gsm8k.read_number(text.replace("-", "\u2212")) == number
-        assert gsm8k.reward({"answer": f"{number}.001"}, f"<answer>{text}</answer>")["correct"] == 0
-
-
-PIECES = [*gsm8k._TAGS, *gsm8k._TAGS, *"0159 ,.$%/-+=\n\\{}eé\u2212\u00b2\u0663\x00", "18", " eggs", "####", "\\boxed{"]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30).map("".join), st.booleans())
-def test_no_text_makes_the_reward_raise(text, is_answer):
-    text = f"<answer>{text}</answer>" if is_answer else text
-    rewards, description = gsm8k.reward(ROW, text), gsm8k.describe(ROW, text)
-    assert list(rewards) == list(gsm8k.REWARD_WEIGHTS)
-    assert all(0 <= value <= 1 for value in rewards.values())
-    assert set(description.values()) <= {0, 1}
-    assert description["right_elsewhere"] + rewards["correct"] <= 1
-
-
 @pytest.mark.parametrize("piece", ["7", "1,", "1,234", " ", "$", "7/", "a", " a", "a7", "\n", "<", *gsm8k._TAGS])
 def test_long_texts_are_rewarded(piece):
     text = piece * 300_000
@@ -124,23 +95,20 @@ def test_long_texts_are_rewarded(piece):
 # Components ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "strict", "soft", "integer"),
-    [
-        ("<think>48+24=72</think><answer>72</answer>", 1, 1, 1),
-        ("\n<think>\n48+24=72\n</think>\n\n<answer>\n72\n</answer>\n", 1, 1, 1),
-        ("<think>1 < 2</think><answer>72</answer>", 1, 1, 1),
-        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0), ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
-        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1), ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
-        ("<think> </think><answer>72</answer>", 0, 1, 1), ("<answer>72</answer>", 0, 0.5, 1),
-        ("So <think>x</think><answer>72</answer>", 0, 1, 1), ("<think>x</think><answer>72</answer>!", 0, 1, 1),
-        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0), ("<answer>72</answer><think>x</think>", 0, 1, 1),
-        ("</answer></think><answer><think>", 0, 1, 0), ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
-        ("<think>x</think><answer>72</answer><answer>72</answer>", 0, 0.5, 0),
-        ("<think><answer>72</answer></think>", 0, 1, 0), ("<think>x", 0, 0.25, 0),
-        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0), ("", 0, 0, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "strict", "soft", "integer"), [
+    ("<think>48+24=72</think><answer>72</answer>", 1, 1, 1),
+    ("\n<think>\n48+24=72\n</think>\n\n<answer>\n72\n</answer>\n", 1, 1, 1),
+    ("<think>1 < 2</think><answer>72</answer>", 1, 1, 1),
+    ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0), ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
+    ("<think>x</think><answer>$72.00</answer>", 1, 1, 1), ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
+    ("<think> </think><answer>72</answer>", 0, 1, 1), ("<answer>72</answer>", 0, 0.5, 1),
+    ("So <think>x</think><answer>72</answer>", 0, 1, 1), ("<think>x</think><answer>72</answer>!", 0, 1, 1),
+    ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0), ("<answer>72</answer><think>x</think>", 0, 1, 1),
+    ("</answer></think><answer><think>", 0, 1, 0), ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
+    ("<think>x</think><answer>72</answer><answer>72</answer>", 0, 0.5, 0),
+    ("<think><answer>72</answer></think>", 0, 1, 0), ("<think>x", 0, 0.25, 0),
+    ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0), ("", 0, 0, 0),
+])  # fmt: skip
 def test_components_are_what_their_definition_says(text, strict, soft, integer):
     rewards = gsm8k.reward(ROW, text)
     assert (rewards["strict_format"], rewards["soft_format"], rewards["integer_answer"]) == (strict, soft, integer)
@@ -148,19 +116,16 @@ def test_components_are_what_their_definition_says(text, strict, soft, integer):
     assert gsm8k.reward(ROW, "x" * 4000)["length"] == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("<answer>72</answer>", set()), ("<think>72</think><answer>73</answer>", set()),
-        ("<answer>73</answer>, or 72", {"right_elsewhere"}),
-        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}), ("<answer></answer>", {"unread"}),
-        ("\\boxed{72}", {"boxed", "right_elsewhere"}),
-        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}), ("#### 72", {"hashes", "right_elsewhere"}),
-        ("The answer is $72.00.", {"sentence", "right_elsewhere"}),
-        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}), ("<think>It is 100-72", {"right_elsewhere"}),
-        ("72, then 73", set()), ("", set()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "names"), [
+    ("<answer>72</answer>", set()), ("<think>72</think><answer>73</answer>", set()),
+    ("<answer>73</answer>, or 72", {"right_elsewhere"}),
+    ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}), ("<answer></answer>", {"unread"}),
+    ("\\boxed{72}", {"boxed", "right_elsewhere"}),
+    ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}), ("#### 72", {"hashes", "right_elsewhere"}),
+    ("The answer is $72.00.", {"sentence", "right_elsewhere"}),
+    ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}), ("<think>It is 100-72", {"right_elsewhere"}),
+    ("72, then 73", set()), ("", set()),
+])  # fmt: skip
 def test_a_description_says_which_form_was_used(text, names):
     description = gsm8k.describe(ROW, text)
     assert {name for name, value in description.items() if value} == names
@@ -170,29 +135,13 @@ def test_a_description_says_which_form_was_used(text, names):
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_as_published_are_loaded(tmp_path):
-    path = tmp_path / "train.jsonl"
-    rows = [ROW, {"question": "And $2?", "answer": "#### 2", "more": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = load_task(RunConfig(task="gsm8k", data=str(path), eval_data=str(path)))
-    assert [gsm8k.gold(row) for row in task.train_rows] == [72, 2]
-    assert re.fullmatch(r"openai/gsm8k:main(:test)?", gsm8k.EVAL_DATA)
-
-
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
-        ("9 * 2 = 18\n#### 18", 1, 1),
-        ("#### 17 No: #### 18", 1, 1),
-        ("The answer is 18", 0, 1),
-        ("The answer is 18.", 0, 0),  # "18." is no "18"
-        ("#### 18, because 9 * 2 is", 1, 0),  # removes the comma; the last number is another one
-        ("####18", 0, 1),
-        ("#### $18", 0, 1),
-        ("#### 18" + " " * 300, 0, 0),  # only the end is read
-        ("", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "strict", "flexible"), [
+    ("9 * 2 = 18\n#### 18", 1, 1), ("#### 17 No: #### 18", 1, 1), ("The answer is 18", 0, 1),
+    ("The answer is 18.", 0, 0),  # "18." is no "18"
+    ("#### 18, because 9 * 2 is", 1, 0),  # removes the comma; the last number is another one
+    ("####18", 0, 1), ("#### $18", 0, 1), ("", 0, 0),
+    ("#### 18" + " " * 300, 0, 0),  # only the end is read
+])  # fmt: skip
 def test_the_verifiers_of_verl(text, strict, flexible):
     rewards = gsm8k.reward({"question": "?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}, text)
     assert (rewards["strict"], rewards["flexible"]) == (strict, flexible)

@@ -18,8 +18,6 @@ from types import ModuleType
 
 import data_files
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tasks import instructions
 from tasks.verdicts.instruction_kinds import KINDS, check, count_sentences, language_of
@@ -27,8 +25,6 @@ from viewer.table import wilson
 
 from harness.data.rows import Row
 from harness.evaluation.figures import mean_with_interval, shares
-from harness.evaluation.session import load_questions
-from harness.evaluation.suite import parts
 from harness.task.row_checks import try_solutions
 from harness.task.scorer import Scorer
 from harness.task.task_file import TaskFile
@@ -81,18 +77,15 @@ def test_words_of_other_scripts_are_found():
     assert not check("keywords:forbidden_words", {"forbidden_words": ["art"]}, "a\ufe0frt")
 
 
-@pytest.mark.parametrize(
-    ("text", "rewards"),
-    [
-        ("bread is warm", (1, 1, 1)),
-        ("Sure\nbread is warm", (0, 0.5, 1)),
-        ("bread is warm\nBye, then", (0, 0, 1)),
-        ("Sure,\nbread is warm\nBye", (0, 0, 1)),
-        ("Bread is warm\nbread, warm", (0, 0, 1)),  # each instruction by another variant
-        ("bread, Bread", (0, 0, 0)),
-        ("", (0, 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("text", "rewards"), [
+    ("bread is warm", (1, 1, 1)),
+    ("Sure\nbread is warm", (0, 0.5, 1)),
+    ("bread is warm\nBye, then", (0, 0, 1)),
+    ("Sure,\nbread is warm\nBye", (0, 0, 1)),
+    ("Bread is warm\nbread, warm", (0, 0, 1)),  # each instruction by another variant
+    ("bread, Bread", (0, 0, 0)),
+    ("", (0, 0, 0)),
+])  # fmt: skip
 def test_loose_accuracy_leaves_out_the_first_and_the_last_line(text, rewards):
     ids = ["change_case:english_lowercase", "punctuation:no_comma"]
     found = instructions.reward({"instruction_id_list": ids, "kwargs": [{}, {}]}, text)
@@ -110,48 +103,23 @@ def test_a_description_shows_a_list_of_words():
     assert instructions.describe({}, "") == {"words": 0, "distinct": 0}
 
 
-@pytest.mark.parametrize(
-    ("topic", "text", "names_it"),
-    [
-        ("bread", "Warm BREAD.", 1),
-        ("breads", "Warm bread is good.", 1),
-        ("knives", "A knife.", 1),
-        ("bread", "breadth", 0),
-        ("bread", "", 0),
-        (None, "Warm bread is good.", 0),
-        ("", "so", 0),
-    ],
-)
+@pytest.mark.parametrize(("topic", "text", "names_it"), [
+    ("bread", "Warm BREAD.", 1), ("breads", "Warm bread is good.", 1), ("knives", "A knife.", 1), ("bread", "", 0),
+    ("bread", "breadth", 0), (None, "Warm bread is good.", 0), ("", "so", 0),
+])  # fmt: skip
 def test_a_text_that_names_its_topic_is_on_topic(topic, text, names_it):
     row = {"topic": topic, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     assert instructions.reward(row, text)["on_topic"] == names_it
 
 
-@pytest.mark.parametrize(
-    ("ids", "kwargs", "problem"),
-    [
-        (["keywords:nothing"], [{}], "none of the 25 kinds"),
-        ([], [], "instruction_id_list is empty"),
-        (["punctuation:no_comma"], [], "shorter"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "kwargs", "problem"), [
+    (["keywords:nothing"], [{}], "none of the 25 kinds"),
+    ([], [], "instruction_id_list is empty"),
+    (["punctuation:no_comma"], [], "shorter"),
+])  # fmt: skip
 def test_what_is_no_row_is_refused(ids, kwargs, problem):
     with pytest.raises(ValueError, match=problem):
         instructions.reward({"prompt": "", "instruction_id_list": ids, "kwargs": kwargs}, "bread")
-
-
-PIECES = st.sampled_from(
-    [*"<>[]*-.!?\"'\n ,", "<<", ">>", "***", "```", "P.S.", "Section 1", "warm", "\u0430", "\ufe0f"]
-)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join))
-def test_no_text_makes_the_reward_raise(text):
-    for kind, kwargs, *_ in decisions():
-        row = {"instruction_id_list": [kind], "kwargs": [kwargs]}
-        rewards = instructions.reward(row, text)
-        assert rewards["correct"] == rewards["followed"] <= rewards["loose"]
 
 
 def test_degenerate_texts_take_little_time():
@@ -244,23 +212,6 @@ def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
     assert every[NAMES[1]] == mean_with_interval([1.0] * 4)
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published prompts are not here")
-def test_the_suite_asks_the_published_prompts(load_script, tmp_path):
-    """With `solution` as the answer, or none: 504 of 541 prompts, and their instructions."""
-    config_class = load_script("evaluate.py").Config
-    for data in (PUBLISHED, PUBLISHED.parent):
-        (part,) = parts(config_class(suite="ifeval", data=str(data), system_prompt=""), tmp_path / "out")
-        assert (part.config.task, part.config.data) == ("instructions", str(PUBLISHED))
-    rows = load_questions(part.config, part.renamed).eval_rows
-    texts = [instructions.solution(row) or "" for row in rows]
-    found = shares_of(rows, texts)
-    followed = sum(len(row["kwargs"]) for row, text in zip(rows, texts, strict=True) if text)
-    total = sum(len(row["kwargs"]) for row in rows)
-    assert (len(rows), total, sum(map(bool, texts))) == (541, 834, 504)
-    assert [found[name]["value"] for name in NAMES] == [504 / 541, followed / total] * 2
-    assert len(found) == 4 + len(KINDS)
-
-
 # Against the published checker ----------------------------------------------------------------------------------------
 
 ANSWERS = int(os.environ.get("ANSWERS", 5000))
@@ -330,20 +281,18 @@ def draw_text(kind: str, kwargs: dict, rng: random.Random) -> str:
         return rng.choice(asked if rng.random() < 0.5 else TONGUES.splitlines())[3:]
     text = ""
     for _ in range(rng.randint(1, 12)):
-        text += (
-            rng.choice(SNIPPETS) if rng.random() < 0.3 else " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 5)))
-        )
+        if rng.random() < 0.3:
+            text += rng.choice(SNIPPETS)
+        else:
+            text += " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 5)))
         text += rng.choice([" ", " ", " ", ". ", ". ", "? ", "\n", "\n\n", "\n***\n"])
     if rng.random() < 0.6:
         row = {"instruction_id_list": [kind], "kwargs": [kwargs], "topic": rng.choice(["bread", "the river"])}
         text = (instructions.solution(row) or "") if rng.random() < 0.7 else text
         for _ in range(rng.randint(0, 2)):
             cut, end = rng.randrange(len(text) + 1), rng.randrange(12)
-            text = (
-                text[:cut]
-                + rng.choice(["", " ", "\n", *SNIPPETS, *WORDS.split(), text[cut : cut + 9]])
-                + text[cut + end :]
-            )
+            more = rng.choice(["", " ", "\n", *SNIPPETS, *WORDS.split(), text[cut : cut + 9]])
+            text = text[:cut] + more + text[cut + end :]
     changes = [str.upper, str.lower, '"{}"'.format, "```json\n{}\n```".format, lambda text: json.dumps({"a": text})]
     return rng.choice(changes)(text) if rng.random() < 0.3 else text
 

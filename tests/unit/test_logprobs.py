@@ -65,14 +65,14 @@ def assert_close(found, expected) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def assert_scores_and_gradient(policy, sequences, mask, tolerance: float = 1e-5) -> None:
-    """Compare with complete rows and a complete softmax; the tolerance is the gradient's, relative."""
+def assert_scores_and_gradient(policy, sequences, mask) -> None:
+    """Compare with complete rows and a complete softmax."""
     scores = policy(sequences, mask)
     log_probs, entropy = plain_scores(policy, sequences, mask)
     assert_close(list(scores), [log_probs, entropy])
     assert not scores.entropy.requires_grad
     actual, expected = gradient(policy, scores.log_probs), gradient(policy, log_probs)
-    assert (actual - expected).norm() <= tolerance * expected.norm() != 0
+    assert (actual - expected).norm() <= 1e-5 * expected.norm() != 0
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -189,16 +189,6 @@ def test_the_end_of_turn_token_is_trained_even_as_pad_id(train, make_policy):
     assert (by_log_probs[0] != 0).tolist() == [False, True, True, False, False, False]
 
 
-def test_token_log_probs_in_micro_batches_are_those_of_all_rows(make_policy):
-    policy = make_policy(VOCAB, temperature=0.7)
-    experience = collate(sample(policy, [[3, 4], [5, 6, 7], [8]], 3, max_new_tokens=12, key=(0,)), policy.pad_id)
-    complete = policy(experience.sequences, experience.action_mask)
-    for micro_batch_size in (1, 4, 100):
-        log_probs = token_log_probs(policy, experience, micro_batch_size)
-        assert not log_probs.requires_grad
-        assert_close(log_probs, complete.log_probs.detach())
-
-
 def after_update(train, policy, micro_batch_size: int) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Gradient, weights and metrics after `update` on the same 8 rows of very different lengths."""
     trajectories = sample(policy, [[3, 4], [5, 6, 7, 8, 9], [10], [11, 12]], 2, max_new_tokens=30, key=(0, 0))
@@ -275,17 +265,14 @@ def make_model(name: str, initializer_range: float = 0.3):
 
 
 @pytest.mark.parametrize("with_checkpoints", [False, True])
-@pytest.mark.parametrize(("initializer_range", "tolerance"), [(0.02, 1e-6), (0.3, 1e-5)])  # 0.02 is the usual range
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_packed_rows_have_the_values_and_gradients_of_complete_rows(
-    batch, name, initializer_range, tolerance, with_checkpoints
-):
-    policy = Policy(make_model(name, initializer_range), None, [2], pad_id=0, temperature=0.7)
+def test_packed_rows_have_the_values_and_gradients_of_complete_rows(batch, name, with_checkpoints):
+    policy = Policy(make_model(name), None, [2], pad_id=0, temperature=0.7)
     if with_checkpoints:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.gradient_checkpointing = True
     assert policy.packing == "sdpa"
-    assert_scores_and_gradient(policy, batch.sequences, batch.action_mask, tolerance)
+    assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
 
 
 def test_rows_are_padded_where_attention_is_eager(batch):
@@ -339,16 +326,6 @@ def test_flash_attention_gets_the_borders_of_complete_rows(batch):
     assert_close(packed, decoder(batch.sequences, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)[flat])
 
 
-def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
-    before = policy(batch.sequences, batch.action_mask).log_probs
-    changed = batch.sequences.clone()
-    start = int(batch.prompt_lengths[0])
-    changed[0, start:] = (changed[0, start:] + 7) % VOCAB
-    after = policy(changed, batch.action_mask).log_probs
-    assert_close(after[1:], before[1:])
-    assert not torch.allclose(after[0], before[0])
-
-
 def test_micro_batches_of_tokens_hold_every_row_once(policy, batch):
     batch = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
     lengths = batch.attention_mask.sum(dim=1)
@@ -363,10 +340,11 @@ def test_micro_batches_of_tokens_hold_every_row_once(policy, batch):
     longest = int(lengths.max())
     alone = batch.micro_batch_rows(MicroBatchSize(rows=5, num_tokens=longest - 5))
     assert any(len(rows) == 1 and lengths[rows[0]] == longest for rows in alone)
-    assert_close(
-        token_log_probs(policy, batch, MicroBatchSize(5, 40)),
-        policy(batch.sequences, batch.action_mask).log_probs.detach(),
-    )
+    complete = policy(batch.sequences, batch.action_mask).log_probs.detach()
+    for size in (MicroBatchSize(5, 40), 1, 4, 100):
+        log_probs = token_log_probs(policy, batch, size)
+        assert not log_probs.requires_grad
+        assert_close(log_probs, complete)
 
 
 def test_micro_batches_keep_the_rows_of_a_prompt_together(batch):

@@ -7,11 +7,11 @@ import signal
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from http_stand_in import Server, http, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from question_templates import Draft, Templates, find_fault
@@ -238,58 +238,32 @@ FAULTS = {  # the faults that a request about a document of this name meets befo
 }
 
 
-class Server(ThreadingHTTPServer):
-    """Chat completions that ask who keeps the tower in the prompt, after the faults of this tower."""
-
-    daemon_threads, request_queue_size = True, 64
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.faults, self.asked, self.received = defaultdict(list), Counter(), []
-        self.before: Callable[[str], None] = lambda name: None
-        self.is_over = threading.Event()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.received.append((self.path, self.headers["Authorization"], body))
-        name, keeper = re.search(r"The tower (\w+) is kept by (\w+)", body["messages"][0]["content"]).groups()
-        server.asked[name] += 1
-        server.before(name)
-        fault = server.faults[name].pop(0) if server.faults[name] else None
-        if fault == "hang":
-            server.is_over.wait(20)
-        if fault in ("hang", "close"):
-            self.close_connection = True
-            return
-        reply = f"Here it is: {json.dumps({'question': f'Who keeps the tower {name}?', 'answer': keeper})}"
-        status, content = fault or (200, json.dumps({"choices": [{"message": {"content": reply}}]}).encode())
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_) -> None:
-        pass
-
-
 @pytest.fixture
 def server(script, monkeypatch) -> Iterator[Server]:
+    """Chat completions that ask who keeps the tower in the prompt, after the `faults` of this tower."""
     monkeypatch.setattr(script, "PAUSE", 0.002)
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
-        thread.start()
+
+    def reply(body: dict, send: Callable) -> bytes:
+        name, keeper = re.search(r"The tower (\w+) is kept by (\w+)", body["messages"][0]["content"]).groups()
+        running.towers[name] += 1
+        running.before(name)
+        fault = running.faults[name].pop(0) if running.faults[name] else None
+        if fault == "hang":
+            running.released.wait(20)
+        if fault in ("hang", "close"):
+            return b""
+        text = f"Here it is: {json.dumps({'question': f'Who keeps the tower {name}?', 'answer': keeper})}"
+        status, content = fault or (200, json.dumps({"choices": [{"message": {"content": text}}]}).encode())
+        return http(content, f"{status} ")
+
+    with serving(reply) as running:
+        running.faults, running.towers, running.before = defaultdict(list), Counter(), lambda name: None
         yield running
-        running.is_over.set()
-        running.shutdown()
-        thread.join()
 
 
 def flags_for(server: Server, names: list[str], *flags: str) -> list[str]:
     corpus = write_corpus({name: f"The tower {name} is kept by Keeper{name}. {HOSTILE}" for name in names})
-    given = ("--corpus", corpus, "--base-url", server.url, "--served-model", "some/model", "--per-part", "1")
+    given = ("--corpus", corpus, "--base-url", f"{server.url}/v1", "--served-model", "some/model", "--per-part", "1")
     return [*given, "--output", "out.jsonl", *flags]
 
 
@@ -305,9 +279,10 @@ def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypat
     rows = read_output()
     assert supported() == ["t0", "t1", "t2", *FAULTS]
     assert {row["answer"] for row in rows} == {f"Keeper{row['supporting'][0]}" for row in rows}
-    assert all(server.asked[name] == len(faults) + 1 for name, faults in FAULTS.items())
-    path, key, body = server.received[0]
-    assert (path, key) == ("/v1/chat/completions", "Bearer sk-secret")
+    assert all(server.towers[name] == len(faults) + 1 for name, faults in FAULTS.items())
+    body = server.asked[0]
+    assert server.lines[0] == "POST /v1/chat/completions HTTP/1.1\r\n"
+    assert server.headers[0]["authorization"] == "Bearer sk-secret"
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/model", 0.3, 256)
     assert "sk-secret" not in Path("out.jsonl").read_text()
 
@@ -324,10 +299,10 @@ def test_one_question_is_given_up_and_a_server_that_answers_nothing_ends_the_run
     with pytest.raises(UserError, match=r"^--base-url [^\n]* does not answer \(status 500:\): [^\n]* go on$"):
         script.main(flags_for(server, names))
     server.faults.clear()
-    server.asked.clear()
+    server.towers.clear()
     script.main(flags_for(server, names))
     assert set(supported()) == set(names)
-    assert not made & set(server.asked)
+    assert not made & set(server.towers)
     assert "12 questions (easy 12)" in capsys.readouterr().out
 
 
@@ -358,14 +333,14 @@ def test_ctrl_c_does_not_wait_for_a_server(script, server):
     names = [f"t{n}" for n in range(6)]
 
     def interrupt(name: str) -> None:
-        if len(server.received) == 5:
+        if len(server.asked) == 5:
             server.faults[name] = ["hang"]
             os.kill(os.getpid(), signal.SIGINT)
 
     server.before = interrupt
     with pytest.raises(KeyboardInterrupt):
         script.main(flags_for(server, names, "--requests-at-once", "2", "--request-seconds", "600"))
-    assert not server.is_over.is_set()
+    assert not server.released.is_set()
     assert len(read_output()) == 4
     server.before = lambda name: None
     server.faults.clear()

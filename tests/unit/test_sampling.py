@@ -44,40 +44,26 @@ def test_recorded_log_probs_are_those_that_training_computes(make_policy, temper
 
 
 def test_sampling_records_all_fields_of_a_row(make_policy):
-    policy = make_policy(VOCAB)
-    trajectories = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1), prompt_index=[40, 30, 20, 10])
-    assert {row.finish_reason for row in trajectories} == {"stop", "length"}
-    for position, row in enumerate(trajectories):
-        assert (row.prompt_index, row.completion_index) == ([40, 30, 20, 10][position // 4], position % 4)
-        prompt, completion = PROMPTS[position // 4], row.completion_ids
-        assert row.ids[: row.prompt_length] == prompt
-        assert row.action_mask == [0] * len(prompt) + [1] * len(completion)
-        assert row.sampler_log_probs[: len(prompt)] == [0.0] * len(prompt)
-        assert len(row.sampler_log_probs) == len(row.ids)
-        if row.finish_reason == "stop":  # the end-of-turn token is kept, trained on, and the last one
-            assert completion.index(END) == len(completion) - 1
-        else:
-            assert END not in completion
-            assert len(completion) == 12
-
-
-def test_ending_with_the_last_token_of_the_budget_is_stop(make_policy):
-    policy = make_policy(VOCAB)
-    long = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1))
-    length = next(len(row.completion_ids) for row in long if row.finish_reason == "stop")
-    short = sample(policy, PROMPTS, 4, max_new_tokens=length, key=(0, 1))
-    for row, same in zip(long, short, strict=True):
-        assert same.completion_ids == row.completion_ids[:length]
-        assert same.finish_reason == ("stop" if END in same.completion_ids else "length")
-    assert any(row.finish_reason == "stop" and len(row.completion_ids) == length for row in short)
-
-
-def test_every_end_of_turn_id_ends_a_turn(make_policy):
-    policy = make_policy(VOCAB, end_of_turn_ids=(2, 5, 9))
-    trajectories = sample(policy, PROMPTS, 8, max_new_tokens=30, key=(0, 1))
-    stopped = [row for row in trajectories if row.finish_reason == "stop"]
-    assert {row.ids[-1] for row in stopped} == {2, 5, 9}
-    assert not any({2, 5, 9} & set(row.completion_ids[:-1]) for row in trajectories)
+    policy, settings = make_policy(VOCAB, end_of_turn_ids=(END, 5)), {"key": (0, 1), "prompt_index": [40, 30, 20, 10]}
+    rows = sample(policy, PROMPTS, 4, max_new_tokens=12, **settings)
+    shorter = next(len(row.completion_ids) for row in rows if row.finish_reason == "stop")  # it ends at its budget
+    again = sample(policy, PROMPTS, 4, max_new_tokens=shorter, **settings)
+    assert [row.completion_ids for row in again] == [row.completion_ids[:shorter] for row in rows]
+    for most, trajectories in ((12, rows), (shorter, again)):
+        ends = {row.ids[-1] for row in trajectories if row.finish_reason == "stop"}
+        for position, row in enumerate(trajectories):
+            assert (row.prompt_index, row.completion_index) == ([40, 30, 20, 10][position // 4], position % 4)
+            prompt, completion = PROMPTS[position // 4], row.completion_ids
+            assert row.ids[: row.prompt_length] == prompt
+            assert row.action_mask == [0] * len(prompt) + [1] * len(completion)
+            assert row.sampler_log_probs[: len(prompt)] == [0.0] * len(prompt)
+            assert len(row.sampler_log_probs) == len(row.ids)
+            assert not {END, 5} & set(completion[:-1])
+            if completion[-1] in (END, 5):  # the end-of-turn token is kept, trained on, and the last one
+                assert row.finish_reason == "stop"
+            else:
+                assert (row.finish_reason, len(completion)) == ("length", most)
+        assert ends == {END, 5} or most < 12
 
 
 def test_neither_neighbours_nor_chunks_nor_order_change_a_sample(make_policy):

@@ -8,12 +8,12 @@ import base64
 import json
 import os
 import signal
-import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from http_stand_in import Server, http, serving
 
 from common.environment import env_step
 from common.errors import UserError
@@ -162,57 +162,19 @@ def answer_to(queries: list[str], k: int) -> bytes:
     return json.dumps({"result": [[item(hit) for hit in hits_of(query, k)] for query in queries]}).encode()
 
 
-def http(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
-    headers = {"Content-Length": len(body), "Connection": "close"} | headers
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
+def right(asked: dict, send: Callable) -> bytes:
+    return http(answer_to(asked["queries"], asked["topk"]))
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """Real sockets: `reply(asked, send)` answers the JSON of a request; by default with the right answer."""
-
-    daemon_threads, request_queue_size = True, 64
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.asked, self.lines, self.authorized = [], [], []
-        self.released = threading.Event()  # hanging servers wait for it, but not forever
-        self.reply: Callable[[dict, Callable], bytes | None] = self.right
-
-    def right(self, asked: dict, send: Callable) -> bytes:
-        return http(answer_to(asked["queries"], asked["topk"]))
-
-    def half_right(self, wrong: Callable) -> None:
-        """A wrong reply to the request with the first query, and right replies to all others."""
-        self.reply = lambda asked, send: (wrong if QUERIES[0] in asked["queries"] else self.right)(asked, send)
-
-    def handle_error(self, *_) -> None:  # a client that is gone
-        pass
-
-
-class Handler(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        line, headers = self.rfile.readline().decode(), {}
-        while header := self.rfile.readline().decode().strip():
-            name, _, value = header.partition(": ")
-            headers[name.lower()] = value
-        asked = json.loads(self.rfile.read(int(headers["content-length"])))
-        self.server.asked.append(asked)
-        self.server.lines.append(line)
-        self.server.authorized.append(headers.get("authorization"))
-        self.wfile.write(self.server.reply(asked, self.wfile.write) or b"")
+def half_right(wrong: Callable) -> Callable:
+    """A wrong reply to the request with the first query, and right replies to all others."""
+    return lambda asked, send: (wrong if QUERIES[0] in asked["queries"] else right)(asked, send)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(right) as running:
         yield running
-        running.released.set()
-        running.shutdown()
-        thread.join()
 
 
 def ask(url: str, query: str = "a", seconds: float = LONG) -> list[Hit] | SearchError:
@@ -241,7 +203,7 @@ def test_a_request_is_search_r1s_and_what_is_said_comes_back(server):
 
 def test_all_queries_are_in_flight_at_once(server):
     together = threading.Barrier(3)  # no request is answered before all have arrived
-    server.reply = lambda asked, send: (together.wait(LONG / 2), server.right(asked, send))[1]
+    server.reply = lambda asked, send: (together.wait(LONG / 2), right(asked, send))[1]
     queries = [*QUERIES, "one more"]
     assert RemoteIndex(server.url, LONG).search_all(queries, 1) == [hits_of(query, 1) for query in queries]
     assert sorted(len(asked["queries"]) for asked in server.asked) == [1, N, N]
@@ -273,7 +235,7 @@ def test_what_other_servers_leave_out_is_accepted(item, hit):
     (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_request_that_fails_takes_no_others_with_it(server, reply, match):
-    server.half_right(lambda asked, send: reply)
+    server.reply = half_right(lambda asked, send: reply)
     assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), match)
     assert len(server.asked) == 2  # nothing is sent twice, or elsewhere
 
@@ -287,10 +249,10 @@ def test_nobody_waits_longer_than_the_time_limit(server, begin, then):
         while not server.released.wait(0.01):
             send(then)
 
-    server.half_right(reply)
+    server.reply = half_right(reply)
     index = RemoteIndex(server.url, SHORT)
     assert_first_failed(index.search_all(QUERIES, 2), "no answer within 0.3 s")
-    server.reply = server.right
+    server.reply = right
     assert index.search_all(QUERIES[:1], 2) == [hits_of(QUERIES[0], 2)]
 
 
@@ -344,7 +306,7 @@ def test_ctrl_c_ends_a_search_at_once(server):
 
 def test_an_outage_is_told_once_and_its_end_too(server, capsys):
     index, wrong = RemoteIndex(server.url, LONG), http(b"", "503 Service Unavailable")
-    for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
+    for reply in (right, lambda *_: wrong, lambda *_: wrong, right, right):
         server.reply = reply
         index.search_all(QUERIES, 2)
     failed, works = capsys.readouterr().out.splitlines()
@@ -377,7 +339,9 @@ def test_a_password_is_read_from_netrc_only(server, monkeypatch, tmp_path):
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     ask(server.url)
-    assert server.authorized == [f"Basic {base64.b64encode(b'me:secret').decode()}"]
+    assert [headers["authorization"] for headers in server.headers] == [
+        f"Basic {base64.b64encode(b'me:secret').decode()}"
+    ]
     for user in ("me:hidden", "hidden"):
         with pytest.raises(UserError, match=r"--search-url holds a password, .*netrc: machine 127.0.0.1") as error:
             RemoteIndex(server.url.replace("//", f"//{user}@"), LONG)

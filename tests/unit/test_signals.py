@@ -54,16 +54,13 @@ def events(load_script, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("moment", "times", "last"),
-    [
-        ("step 1", 1, ["step 1", "end of step 1", "step_1"]),
-        ("step 3", 1, ["step 3", "end of step 3", "step_3"]),
-        ("step 2", 2, ["end of step 1", "step 2"]),  # a second one ends the step at once
-        ("evaluation before", 1, ["evaluation before"]),
-        ("evaluation after", 1, ["end of step 3", "evaluation after"]),
-    ],
-)
+@pytest.mark.parametrize(("moment", "times", "last"), [
+    ("step 1", 1, ["step 1", "end of step 1", "step_1"]),
+    ("step 3", 1, ["step 3", "end of step 3", "step_3"]),
+    ("step 2", 2, ["end of step 1", "step 2"]),  # a second one ends the step at once
+    ("evaluation before", 1, ["evaluation before"]),
+    ("evaluation after", 1, ["end of step 3", "evaluation after"]),
+])  # fmt: skip
 def test_a_step_is_finished_and_all_else_ends_at_once(events, moment, times, last):
     assert events(moment, times)[-len(last) :] == last
 

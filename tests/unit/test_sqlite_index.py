@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import shlex
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -244,23 +243,6 @@ def read_and(end, corpus: tuple[str, ...]):
         end()
 
     return read
-
-
-@needs_fork
-def test_a_killed_build_leaves_nothing_that_is_an_index(monkeypatch):
-    write_corpus("one")
-    config = IndexConfig(corpus=DOCS, index="x")
-    monkeypatch.setattr(opening, "content_hash", lambda _: "a hash")
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "read_corpus", read_and(lambda: os.kill(os.getpid(), signal.SIGKILL), ("one",) * 300))
-        builder = multiprocessing.get_context("fork").Process(target=build_index, args=[config])
-        builder.start()
-        builder.join()
-    assert builder.exitcode == -signal.SIGKILL
-    assert Path(".x.partial").exists()
-    assert not Path("x").exists()
-    build_index(config)
-    assert not Path(".x.partial").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])

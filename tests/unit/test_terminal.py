@@ -72,14 +72,11 @@ def test_all_control_and_bidi_characters_are_replaced(capsys):
     assert not UNWANTED.search(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "expected"),
-    [
-        (UserError(f"a\nb {HOSTILE}"), 2, "error: a b \ufffd]0;mine"),
-        (KeyboardInterrupt(f"interrupted {HOSTILE}"), 130, "\ninterrupted \ufffd]0;mine"),
-        (ValueError(HOSTILE), None, "Traceback (most recent call last)"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "expected"), [
+    (UserError(f"a\nb {HOSTILE}"), 2, "error: a b \ufffd]0;mine"),
+    (KeyboardInterrupt(f"interrupted {HOSTILE}"), 130, "\ninterrupted \ufffd]0;mine"),
+    (ValueError(HOSTILE), None, "Traceback (most recent call last)"),
+])  # fmt: skip
 def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, error, status, expected):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
+from chat_templates import CHATML, LLAMA, QWEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -317,35 +318,6 @@ def test_a_function_that_describes_nothing_is_refused():
             schemas({"mine": tool})
 
 
-QWEN = """\
-{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
-    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\\n</tools>\\nReturn <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role }}
-    {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-    {%- for call in message.tool_calls %}
-        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
-    {%- endfor %}{{- '<|im_end|>\\n' }}
-{%- endfor %}"""
-LLAMA = """\
-{{- '<|begin|>' }}
-{%- for message in messages %}
-    {{- '<|header|>' + message.role + '\\n\\n' }}
-    {%- if message.tool_calls %}
-        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call') }}{%- endif %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eom|>' }}
-    {%- else %}
-        {%- if tools and message.role == 'user' %}{{- 'Respond as {"name": ...}\\n' + (tools | tojson) }}{%- endif %}
-        {{- message.content + '<|eot|>' }}
-    {%- endif %}
-{%- endfor %}"""
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-
-
 @pytest.fixture(scope="module")
 def bundled():
     return AutoTokenizer.from_pretrained(TINY_POLICY)
@@ -354,7 +326,7 @@ def bundled():
 @pytest.fixture(scope="module")
 def with_template(load_script):
     make = load_script("tests/models/conftest.py").byte_tokenizer
-    specials = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|eot|>", "<|eom|>", "[TOOL_CALLS]"]
+    specials = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "[TOOL_CALLS]"]
     return lambda template: make(specials, eos_token="<|im_end|>", chat_template=template)
 
 
@@ -362,12 +334,12 @@ def test_the_form_is_that_of_the_template(with_template, bundled):
     assert call_form(bundled) == "hermes"
     assert call_form(with_template(QWEN)) == "hermes"
     assert call_form(with_template(LLAMA)) == "llama3"
-    tagged = LLAMA.replace("""{{- '{"name": "'""", """{{- '<|python_tag|>{"name": "'""")
+    tagged = LLAMA.replace("""{"name": "'""", """<|python_tag|>{"name": "'""")
     assert call_form(with_template(tagged)) == "llama3"
 
 
 @pytest.mark.parametrize(("template", "said"), [
-    (CHATML, "leaves tool calls out"), (QWEN.replace("message.tool_calls", "[]"), "leaves tool calls out"),
+    (CHATML, "leaves tool calls out"), (QWEN.replace("message.tool_calls or", "[] or"), "leaves tool calls out"),
     ("{{ raise_exception('no tools here') }}", r"refuses tool calls \(no tools here\)"),
     ("{{ messages[1].tool_calls[0].function.arguments + 'a' }}", "refuses tool calls"), ("{% if", "refuses tool calls"),
     (None, "refuses tool calls"),

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from tasks.verdicts.judge import Judge, expression, has_library, is_too_large, n
 
 from harness.tools.tool_processes import Workers
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not installed")
 MINUS, PI, ROOT_SIGN = "\u2212", "\u03c0", "\u221a"
 
@@ -247,19 +244,10 @@ def test_huge_numbers_are_not_computed():
 
 @needs_library
 def test_a_worker_that_is_killed_is_replaced_and_asked_again(judge, monkeypatch):
-    worker_of(judge).kill()
-    assert judge.verdict(["9w"], "4w+5w") is True
     worker_of(judge).kill()  # during a request
     take, once = Workers._take, []
     monkeypatch.setattr(Workers, "_take", lambda self: take(self) if once else (once.append(1), self._idle.pop())[1])
     assert judge.verdict(["11w"], "5w+6w") is True
-
-
-@needs_library
-def test_verdicts_in_threads(judge):
-    cases = [([f"{number}v+v"], f"{number + 1}v") for number in range(2, 10)]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda case: judge.verdict(*case), cases)) == [True] * len(cases)
 
 
 @needs_library
@@ -272,33 +260,12 @@ def test_hostile_texts_are_judged_by_the_worker_too(judge):
 
 @needs_library
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
-def test_a_worker_is_alone_and_leaves_ctrl_c_to_the_run(judge):
+def test_a_worker_is_alone(judge):
     worker = worker_of(judge)
-    worker.send_signal(signal.SIGINT)
-    assert judge.verdict(["17y"], "8y+9y") is True
-    assert worker_of(judge) == worker
     assert os.getsid(worker.pid) != os.getsid(0)
     assert "torch" not in Path(f"/proc/{worker.pid}/maps").read_text()
     limits = Path(f"/proc/{worker.pid}/limits").read_text()
     assert str(2 << 30) in next(line for line in limits.splitlines() if "address space" in line)
-
-
-@needs_library
-def test_workers_end_with_a_parent_that_is_killed():
-    program = (
-        "from tasks.verdicts import judge as module\n"
-        "module.num_workers = lambda: 2\n"
-        "judge = module.Judge()\n"
-        "judge.start()\n"
-        "print(*[worker._process.pid for worker in judge._workers._idle], flush=True)\n"
-        "input()\n"
-    )
-    environment, streams = os.environ | {"PYTHONPATH": str(ROOT)}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, **streams) as parent:
-        processes = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
-        assert len(processes) == 2
-        parent.kill()
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
 def test_without_the_library_text_and_numbers_decide(text_judge):
