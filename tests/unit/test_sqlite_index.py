@@ -268,7 +268,7 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
     def check(training: str, held_out: str, config: SearchConfig = config) -> str:
         rows = {"train_rows": [{"supporting": training}], "eval_rows": [{"supporting": held_out}]}
-        check_questions(config, object(), SimpleNamespace(data="q.jsonl", **rows))
+        check_questions(config, object(), SimpleNamespace(sources={"data": "q.jsonl"}, **rows))
         return capsys.readouterr().out
 
     assert check("d0", "d1") == check("d1", "d1#2") == ""
