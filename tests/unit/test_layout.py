@@ -22,7 +22,7 @@ OLD = {
     "CHANGELOG.md",
     "harness/base/places.py",
     "tests/data/run_of_experiment_rloo.json",
-    "tests/resume/test_resume.py",
+    "tests/golden/test_interrupted.py",
 }
 
 
