@@ -39,7 +39,7 @@ FLAGS = (
     *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "2"),
     *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # faster to read than all questions
 )
-FIVE_STEPS = (*FLAGS, "--steps", "5")
+SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
 SHELL = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 # The unchanged program, on a disk that hangs at the second checkpoint.
@@ -67,7 +67,7 @@ def train(load_script) -> Callable[..., str]:
 def uninterrupted(train, tmp_path_factory) -> Path:
     """The directory of a run without interruption."""
     runs = tmp_path_factory.mktemp("runs")
-    train(*FIVE_STEPS, *CHECKPOINTS, "--runs-dir", str(runs), "--name", "uninterrupted")
+    train(*SIX_STEPS, *CHECKPOINTS, "--runs-dir", str(runs), "--name", "uninterrupted")
     return runs / "experiment_base" / "uninterrupted"
 
 
@@ -120,7 +120,7 @@ def test_a_kill_during_a_checkpoint_changes_no_result(tmp_path, train, uninterru
     """The unfinished checkpoint is ignored, and lines that only its logs have are written again."""
     directory = tmp_path / "runs" / "experiment_base" / "killed"
     program = (sys.executable, "-c", ON_A_SLOW_DISK, TRAIN)
-    with started(*program, *FIVE_STEPS, *CHECKPOINTS, "--name", "killed", cwd=tmp_path) as process:
+    with started(*program, *SIX_STEPS, *CHECKPOINTS, "--name", "killed", cwd=tmp_path) as process:
         wait_until(lambda: (directory / "checkpoints" / "step_4.partial").exists(), process)
         process.kill()
         end(process)
@@ -140,8 +140,8 @@ def cut_off(path: Path) -> None:
 
 
 DAMAGES = [
-    ("checkpoints/step_5/model.safetensors", cut_off, "is not as it was written"),
-    ("checkpoints/step_5/optimizer.pt", Path.unlink, "is not as it was written"),
+    ("checkpoints/step_6/model.safetensors", cut_off, "is not as it was written"),
+    ("checkpoints/step_6/optimizer.pt", Path.unlink, "is not as it was written"),
     ("metrics.jsonl", cut_off, "is shorter than it was"),
     ("samples.jsonl", Path.unlink, "is shorter than it was"),
     ("before.json", cut_off, "is shorter than it was"),
@@ -159,7 +159,7 @@ def test_a_damaged_run_is_refused_and_left_as_it_is(tmp_path, train, uninterrupt
             train("--resume", str(directory))
         assert {path: digest(path) for path in directory.rglob("*") if path.is_file()} == files
         path.write_bytes(content)
-    shutil.rmtree(directory / "checkpoints" / "step_5")  # as the refusal of a checkpoint suggests
+    shutil.rmtree(directory / "checkpoints" / "step_6")  # as the refusal of a checkpoint suggests
     assert "after step 4\n" in train("--resume", str(directory))
     assert contents(directory) == contents(uninterrupted)
 
@@ -174,7 +174,7 @@ def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, col
         "40",
         "--checkpoint-every",
         "0",
-    )  # five would be over before the signal comes
+    )  # six would be over before the signal comes
     train(*steps, "--runs-dir", str(tmp_path), "--name", "uninterrupted")
     command = ["python", str(TRAIN), *steps, "--name", "my run"]
     for number, is_in_a_step in ((signal.SIGTERM, False), (signal.SIGINT, True)):
@@ -198,7 +198,8 @@ def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, col
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
         assert ("python -m viewer 'runs/experiment_base/my run'" in errors) == is_in_a_step
     train("--resume", str(directory))
-    assert contents(directory) == contents(tmp_path / "experiment_base" / "uninterrupted")
+    found, expected = contents(directory), contents(tmp_path / "experiment_base" / "uninterrupted")
+    assert {name: content for name, content in found.items() if not name.startswith("checkpoints/")} == expected
 
 
 def test_an_interrupt_raised_as_another_error_is_recognised(tmp_path, load_script):
@@ -243,7 +244,7 @@ def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, un
         return errors.getvalue()
 
     no_room = f"error: {directory} could not be written .*; when there is space, resume with: python .* --resume "
-    no_checkpoint = "error: the checkpoint of step 5 could not be written .* The last complete one is of step 4$"
+    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is of step 4$"
     assert re.match(no_room, refusal((directory / "samples.jsonl").stat().st_size // 2 + 100))
     assert re.match(no_checkpoint, refusal(size_of_weights - 1))
     assert re.match(no_checkpoint, refusal(2 * size_of_weights - 1))  # optimizer.pt is longer
@@ -256,7 +257,7 @@ def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, un
 
 def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
     with files_limited_to(500), pytest.raises(UserError, match="cannot be written"):
-        train(*FIVE_STEPS, "--runs-dir", str(tmp_path), "--name", "mine")
+        train(*SIX_STEPS, "--runs-dir", str(tmp_path), "--name", "mine")
     assert not list((tmp_path / "experiment_base").iterdir())
 
 
@@ -276,7 +277,7 @@ NOT_RESUMED = [  # changes of config.json, flags, and the sentence
     ({}, "--lr 1e-3", r"^--lr .* differs from the run's .*: --config config\.json --model \S+/step_10 --lr \.\.\.$"),
     ({}, "--model tiny_tools", r"^--model .* differs from the run's tiny: .*: --config config\.json --model \.\.\.$"),
     ({}, "--config x.yaml", "^--seed 5 differs from the run's 0"),
-    ({}, "--steps 4", r"^--steps .* differs from the run's 5: .*; Ctrl-C ends it earlier, .* are in \S+/step_10$"),
+    ({}, "--steps 5", r"^--steps .* differs from the run's 6: .*; Ctrl-C ends it earlier, .* are in \S+/step_10$"),
     ({}, "--wandb", "^--wandb .* differs from the run's"),
     ({"experiment": None}, "", "is not a run's$"),
     ({"experiment": "experiment_other"}, "", "is a run of experiment_other, not of experiment_base"),
@@ -306,7 +307,7 @@ def test_what_is_other_and_harmless_is_told(tmp_path, train, uninterrupted):
     expected = f"the run began with script {'0' * 12} and resumes with {settings['script']}: figures may differ"
     assert expected in train("--resume", str(directory))
     with pytest.raises(UserError, match=f"not a run's; it belongs to the run {directory}, which resumes"):
-        train("--resume", str(directory / "checkpoints" / "step_5"))
+        train("--resume", str(directory / "checkpoints" / "step_6"))
 
 
 def test_a_run_has_one_process(tmp_path, train):
