@@ -26,6 +26,7 @@ from torch import distributed
 from transformers import AutoTokenizer
 
 import viewer
+from common.errors import UserError
 from common.parallel import is_main
 from tasks import arithmetic
 
@@ -369,7 +370,11 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
             assert_equal(found.with_name("killed"), found)
         if name == "scale/engine":  # one process pushes weights for all: before training, after each step, and when
             assert (found.parents[2] / "pushes").read_text() == "4"  # DistributedDataParallel has written all of them
-        assert (way == "sharded") == bool([*found.glob("checkpoints/step_1/pytorch_model_fsdp_0/*.distcp")])
+        if way == "sharded":
+            assert len([*found.glob("checkpoints/step_1/pytorch_model_fsdp_0/*.distcp")]) == 2
+            (part,) = sorted(found.with_name("killed").glob("checkpoints/step_*"))[-1:]
+            with pytest.raises(UserError, match="cannot be continued by these processes"):
+                load_script(f"{name.split()[0]}/train.py").main(["--resume", str(part.parents[1]), "--steps", "9"])
 
 
 def field_of(flag: str) -> str:
