@@ -56,7 +56,7 @@ FLAGS = {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 12, "minibatc
 FLAGS |= {"steps": 2, "lr": 1e-5, "eval_prompts": 2, "eval_every": 0, "checkpoint_every": 1, "keep_checkpoints": 99}
 FLAGS |= {"pairs_per_step": 4, "max_pairs": 8, "max_prompts": 48, "reward_functions": "rewards.py", "seed": 3}
 FLAGS |= {"device": "cpu"}
-SCHEDULE = "--lr-schedule cosine --eval-every 1 --keep-best eval/greedy/length"
+SCHEDULE = "--lr-warmup-steps 2 --eval-every 1 --keep-best eval/greedy/length"
 TOOLS = "--tools tools.py --max-new-tokens 40 --group-size 4 --minibatch-size 8"
 RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_base": Row(
