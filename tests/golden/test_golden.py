@@ -106,7 +106,8 @@ def varied(prompts, completions, **_):
     texts = [str(completion) for completion in completions]
     return [sum(map(ord, text)) % 7 / 7 * (len(str(asked)) % 3 > 0) for asked, text in zip(prompts, texts)]
 """
-NOT_FINITE = REWARDS.replace("(len(str(asked)) % 3 > 0)", "(1e300 if len(str(asked)) % 5 == 0 else 1)")
+# Overflows for the last question of the second step, which only the last of several processes asks
+NOT_FINITE = REWARDS.replace("(len(str(asked)) % 3 > 0)", "(1e300 if '82 plus 19' in str(asked) else 1)")
 A_TOOL = '''def tripled(number: int) -> str:
     """Three times a number.
 
