@@ -43,6 +43,27 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def contents(directory: Path) -> dict[str, object]:
+    """All that a run has written: by file weights, states and rows, without what differs from run to run."""
+    measured = {"seconds", "tokens_per_second", "peak_memory_bytes", "processes", "script", "commit"}
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    kept = (".safetensors", ".pt", ".bin", ".distcp", "before.json", "tokens.jsonl", "diagnosis.jsonl")
+    found: dict[str, object] = {name: digest(path) for name, path in files.items() if name.endswith(kept)}
+    found["metrics"] = metrics_of(directory)
+    found["samples"] = rows_of(directory, "samples") if "samples.jsonl" in files else []
+    found["summary"] = {key: x for key, x in json_of(directory / "summary.json").items() if key not in measured}
+    found["events"] = {key: x for key, x in events_of(directory).items() if not key.startswith(("time/", "memory/"))}
+    return found
+
+
+def events_of(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of all points that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
 def finished(*arguments: str | Path, **settings) -> subprocess.CompletedProcess:
     """`python <arguments>`, after it has ended."""
     command = [sys.executable, *map(str, arguments)]

@@ -245,6 +245,19 @@ def test_an_error_of_one_rank_ends_all(place):
     assert last_step(place / "runs" / BASE / "broken") == 1
 
 
+@pytest.mark.slow
+def test_a_wrong_answer_of_an_engine_to_one_rank_ends_all(tmp_path, stand_in):
+    server, damaged = stand_in(), []
+
+    def damage_one(choices: list[dict]) -> None:
+        if server.calls["/collective_rpc"] > 2 and not damaged:  # in a step
+            damaged.append(choices[0]["logprobs"]["token_logprobs"].pop())
+
+    server.damage = damage_one
+    with started(*torchrun("scale/engine", *SMALL, "--engine-url", server.url), cwd=tmp_path) as process:
+        assert re.match(r"(process 1: )?the engine at http://127\.0\.0\.1:\d+ .*log-probs for", refusal(process))
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [

@@ -26,8 +26,10 @@ from common.logprobs import score_logits, token_log_probs
 from common.parallel import call_once, data_size, gather, gather_all, part_of, rank, world_size
 from common.policy import Policy
 from common.sampling import sample
+from common.trajectory import Trajectory
 
 from harness.base.config import TINY_POLICY
+from harness.logs.statistics import UpdateStatistics
 
 HEADS, VOCAB, ROWS, STEPS, GROUP_SIZE = 4, 24, 24, 2, 4
 pytestmark = pytest.mark.all_questions
@@ -57,9 +59,6 @@ def load(path: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-equality = load("tests/gloo/test_equality.py")
 
 
 def make_policy(scenario: str, num_kv_heads: int = 2) -> Policy:
@@ -95,6 +94,44 @@ def make_policy(scenario: str, num_kv_heads: int = 2) -> Policy:
     return policy
 
 
+@torch.no_grad()
+def train_adapter(policy: Policy) -> None:
+    """Make B nonzero: while it is 0, A has no gradient."""
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+
+
+def make_rows(scenario: str) -> tuple[list[Trajectory], torch.Tensor]:
+    """All rows of a rollout and their advantages (B, 1)."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+    rows = []
+    for prompt_index in range(ROWS // GROUP_SIZE):
+        prompt = ids(2 + prompt_index)
+        for completion in range(GROUP_SIZE):
+            count = 1 + int(torch.randint(6, (), generator=generator))
+            row = Trajectory(prompt + ids(count), len(prompt), [0] * len(prompt) + [1] * count, [], prompt_index)
+            row.sampler_log_probs = [-1.0] * len(row.ids)
+            row.completion_index = completion
+            rows.append(row)
+    advantages = torch.randn(ROWS, 1, generator=generator)
+    if scenario == "skipped":
+        advantages[-1] = torch.nan  # in the last rank only
+    return rows, advantages
+
+
+def tokens_of_all_ranks(statistics: UpdateStatistics, rows: list[Trajectory]) -> dict[str, torch.Tensor]:
+    """Terms and pushes of all rows, one row and update after the other."""
+    lengths = {(row.prompt_index, row.completion_index): len(row.ids) - 1 for row in rows}
+    seen = {key: updates for part in gather(statistics.rows) for key, updates in part.items()}
+    order = [(update.tokens, lengths[key]) for key in sorted(seen) for update in seen[key]]
+    return {name: torch.cat([tokens[name][:length] for tokens, length in order]) for name in ("terms", "push")}
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
 
@@ -106,7 +143,7 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     policy = make_policy(scenario, kv_heads)
     reference = make_reference(policy)  # of a new adapter: without it
     if "lora" in scenario:
-        equality.train_adapter(policy)
+        train_adapter(policy)
     divide(policy, reference)
     assert call_once(rank) == rank() - rank() % (world_size() // data_size())  # the first rank with the same rows
     own = part_of(len(PROMPTS))
@@ -114,7 +151,7 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     sampled = sample(policy, prompts, GROUP_SIZE, max_new_tokens=10, key=(0, 1), prompt_index=list(own))
     sampled = [row for part in gather(sampled) for row in part]
 
-    rows, advantages = equality.make_rows(GROUP_SIZE, scenario)
+    rows, advantages = make_rows(scenario)
     if scenario == "tools":
         for row in rows:  # every second token of the completion was observed
             row.action_mask[row.prompt_length + 1 :: 2] = [0] * len(row.action_mask[row.prompt_length + 1 :: 2])
@@ -139,7 +176,7 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     for step in range(1, STEPS + 1):
         statistics = call(config, policy, optimizer, experience, step)
         metrics.append(statistics.metrics())
-        tokens.append(equality.tokens_of_all_ranks(statistics, rows))
+        tokens.append(tokens_of_all_ranks(statistics, rows))
         parameters.append(torch.cat([whole(weight).flatten() for weight in policy.parameters()]))
     assert all(torch.equal(parameters[-1], other) for other in gather_all(parameters[-1]))
     return {

@@ -22,6 +22,9 @@ from common.sampling import sample
 from common.trajectory import Trajectory
 from fast.sharded_weights import gathered_weights
 
+from harness.models.adapters import add_adapter
+from harness.models.loading import exclude_frozen
+
 RANKS, VOCAB, GROUP, BUDGET = 2, 24, 4, 12
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15]]
 NEVER = 10_000  # a token that cannot be drawn
@@ -112,10 +115,24 @@ def train(policy: Policy, rank: int, is_whole: bool, max_logits: int = MAX_LOGIT
     return gradients(policy)
 
 
+def is_frozen_base_left_alone(rank: int) -> bool:
+    """Whether a frozen weight that differs between the ranks still differs after wrapping, and the adapters do not."""
+    policy = make_policy()
+    policy.model = add_adapter(policy.model, rank=4)
+    exclude_frozen(policy)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight += rank
+    frozen, trained = ([w for w in policy.parameters() if w.requires_grad == flag] for flag in (False, True))
+    torch.nn.parallel.DistributedDataParallel(policy)
+    first, other = gather(([w.sum().item() for w in frozen], [w.sum().item() for w in trained]))
+    return other[0] != first[0] and other[1] == first[1]
+
+
 def work(rank: int) -> dict:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
     plain, sharded = make_policy(), shard(make_policy())
-    results: dict = {"plain": {}, "sharded": {}}
+    results: dict = {"plain": {}, "sharded": {}, "frozen base left alone": is_frozen_base_left_alone(rank)}
 
     # Sampling comes first, before any forward pass of the whole module; it must leave trainable weights.
     results["rollouts"] = {"plain": rollouts(plain, rank), "sharded": rollouts(sharded, rank)}
@@ -257,6 +274,10 @@ def test_clipping_each_shard_by_its_own_norm_is_found(ranks):
     assert wrong.norm() == pytest.approx(2**0.5, rel=1e-3)
     assert right.norm() == pytest.approx(1, rel=1e-3)
     assert torch.cosine_similarity(wrong, right, dim=0) < 0.9999
+
+
+def test_the_frozen_base_of_an_adapter_is_not_synchronised(ranks):
+    assert all(results["frozen base left alone"] for results in ranks)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])

@@ -740,7 +740,7 @@ def test_every_flag_has_an_entry(load_script, setup):
     """
     flags = {field.name for field in dataclasses.fields(load_script(setup).Config)}
     flags |= {"data", "eval_every"} if setup == LESSONS else set()  # of its parent; it has none
-    # those of the second line are in unit/test_data.py and test_flags_siblings.py
+    # those of the second line are in unit/test_data.py and golden/test_golden.py
     elsewhere = {"eval_suite", "optimizer"} & flags
     setups = (setup, SFT) if setup == LESSONS else (setup,)
     known = set().union(*(change.flags for change in CHANGES if change.setup in setups))

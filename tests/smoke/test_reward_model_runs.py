@@ -1,7 +1,6 @@
 """A reward model is made, and policies are trained against it: by a directory or a server, thoughts shown or hidden."""
 
 import json
-import shutil
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_files import ROOT, json_of, launch, metrics_of, rows_of
-from safetensors.torch import load_file
+from run_files import json_of, metrics_of, rows_of
 
 from common.errors import UserError
 from common.given_answers import encode_conversation
@@ -90,53 +88,6 @@ def test_a_reward_model_learns_which_answers_are_reasoned(judge):
     assert summary["eval/accuracy"] > 0.65 > summary["eval/accuracy_same_style"]
     assert [row["step"] for row in metrics if "eval/accuracy" in row] == [4, 8]
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"]
-
-
-SMALL = "--max-pairs 16 --pairs-per-step 4 --eval-prompts 6 --eval-every 2 --device cpu --name x"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(load_script, tmp_path_factory):
-    """The directory of a run of four steps with a checkpoint of every second one."""
-    runs = tmp_path_factory.mktemp("runs")
-    flags = [*SMALL.split(), "--checkpoint-every", "2", "--runs-dir", str(runs)]
-    load_script("rewards/reward_model/train.py").main(flags)
-    return runs / "reward_model" / "x"
-
-
-def weights_of(directory) -> dict[str, torch.Tensor]:
-    return load_file(directory / "final" / "model.safetensors")
-
-
-def test_a_resumed_run_is_the_same_bit_by_bit(uninterrupted, load_script, tmp_path):
-    directory = shutil.copytree(uninterrupted, tmp_path / "x")
-    shutil.rmtree(directory / "checkpoints" / "step_4")
-    shutil.rmtree(directory / "final")
-    load_script("rewards/reward_model/train.py").main(["--resume", str(directory)])
-    assert metrics_of(directory) == metrics_of(uninterrupted)
-    found = weights_of(directory)
-    assert all(torch.equal(weight, found[name]) for name, weight in weights_of(uninterrupted).items())
-
-
-def test_micro_batches_change_nothing(uninterrupted, load_script, tmp_path):
-    flags = [*SMALL.split(), "--micro-batch-size", "1", "--runs-dir", str(tmp_path)]
-    load_script("rewards/reward_model/train.py").main(flags)
-    assert_alike(uninterrupted, tmp_path / "reward_model" / "x")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_several_processes_equal_one(uninterrupted, tmp_path, num_processes):
-    flags = [*SMALL.split(), "--runs-dir", str(tmp_path)]
-    launch(num_processes, ROOT / "rewards/reward_model" / "train.py", *flags)
-    assert_alike(uninterrupted, tmp_path / "reward_model" / "x")
-
-
-def assert_alike(one, other) -> None:
-    for row, others in zip(metrics_of(one), metrics_of(other), strict=True):
-        assert others == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in row.items()}
-    found = weights_of(other)
-    assert all((weight - found[name]).abs().max() < 3e-5 for name, weight in weights_of(one).items())
 
 
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_multiturn_tool_calling"])

@@ -28,8 +28,6 @@ from harness.base.places import in_experiments
 pytestmark = pytest.mark.drawn
 
 TRAIN_FILES = sorted(in_experiments("train.py"))
-WITH_REWARDS = [path for path in TRAIN_FILES if "\n    epochs_per_step: " in path.read_text()]
-STARTED = ("experiment_base", "experiment_accelerate_ddp", "experiment_multiturn_qa")
 STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
 
 
@@ -181,38 +179,24 @@ def test_help_is_colored_on_a_terminal():
     assert b"\x1b[" in text
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(x, id=x.parent.name, marks=() if x.parent.name in STARTED else pytest.mark.slow)
-        for x in WITH_REWARDS
-    ],
-)
-def test_two_steps_leave_a_complete_run(tmp_path, path):
-    has_engine = path.parent.name == "engine"
+@pytest.mark.parametrize("name", ["experiment_base", pytest.param("scale/engine", marks=pytest.mark.slow)])
+def test_two_steps_leave_a_complete_run(tmp_path, name):
+    """As a program in another directory. What the files hold: golden/test_golden.py."""
+    has_engine = name == "scale/engine"
     result = finished(
-        str(path),
+        ROOT / name / "train.py",
         *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
-        *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
         *(("--engine-start", sys.executable) if has_engine else ()),
-        cwd=tmp_path,  # not the repository: nothing may depend on the working directory
+        cwd=tmp_path,
         env=os.environ | ({"PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, ROOT)))} if has_engine else {}),
     )
     assert result.returncode == 0, result.stderr
-    directory = tmp_path / "runs" / path.parent.name / "smoke"
-    for name in ("config.json", "samples.jsonl", "curve.png", "final/model.safetensors", "checkpoints/step_1"):
-        assert (directory / name).exists(), name
-    assert list(directory.glob("events.out.tfevents.*"))
-
-    metrics = rows_of(directory)
-    assert [entry["step"] for entry in metrics] == [0, 1, 2, 2]
-    assert metrics[1]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics[1]["policy/sampling_log_prob_difference"] < 1e-4
-    assert metrics[1]["loss/grad_norm"] > 0
-    summary = json_of(directory / "summary.json")
+    directory = tmp_path / "runs" / Path(name).name / "smoke"
+    assert (directory / "curve.png").stat().st_size > 1000
+    assert (directory / "report.html").exists()
+    summary, config = json_of(directory / "summary.json"), json_of(directory / "config.json")
     assert summary["steps"] == 2
     assert summary["peak_memory_bytes"] > 1e8
-    config = json_of(directory / "config.json")
     assert config["max_new_tokens"] is not None  # as resolved
     assert "held-out questions" in result.stdout
     assert "tensorboard --logdir" in result.stdout

@@ -174,6 +174,14 @@ def test_versions_are_the_same_everywhere():
     assert used == {package for package in project["optional-dependencies"]["test"] if package.startswith("ruff")}
 
 
+def test_the_tests_of_the_table_of_traps_exist():
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", page)
+    missing = [name for file, name in found if f"def {name}(" not in (ROOT / "tests" / file).read_text("utf-8")]
+    assert missing == []
+    assert len(found) > 100
+
+
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()

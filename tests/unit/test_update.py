@@ -1,29 +1,20 @@
-"""The update of every experiment: skipping rows changes no gradient; draws depend on seed and step.
+"""The update: skipping rows changes no gradient, minibatches are shuffled by key, old log-probs are those of training.
 
 The metrics of a rollout match their names, counted by hand.
 """
 
-import json
-import math
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import FORMULAS, clips_of, slow_row
 
-from common.critic import ActorCritic
 from common.experience import Experience, collate
-from common.logprobs import token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from harness.base.config import RunConfig
 from harness.logs.clock import StepClock
-from harness.logs.samples import TokenTexts, write_samples
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
-from harness.models.loading import load_policy
-from harness.task.task import load_task
 
 GROUP_SIZE = 2
 
@@ -83,22 +74,6 @@ def test_minibatches_are_shuffled_by_seed_step_and_epoch(train, make_policy):
     assert len({tuple(order) for order in every}) == len(every)
 
 
-def test_completions_depend_on_seed_and_step(train, tmp_path):
-    """For the same question: with different ones they would differ anyway."""
-    path, policy = tmp_path / "one.jsonl", load_policy(RunConfig(device="cpu"))
-    path.write_text('{"question": "What is 47 plus 29?", "answer": "76"}\n')
-    given = {"data": str(path), "eval_data": str(path), "temperature": 1.0, "system_prompt": "", "prompts_per_step": 1}
-
-    def completions(seed: int, step: int) -> list[list[int]]:
-        config = train.Config(**settings(seed=seed, group_size=8, **given))
-        return [row.ids for row in train.sample_completions(config, load_task(config), policy, step)]
-
-    first = completions(seed=0, step=1)
-    assert completions(seed=0, step=1) == first
-    assert first != completions(seed=1, step=1)
-    assert first != completions(seed=0, step=2)
-
-
 @pytest.mark.parametrize(("dtype", "is_recorded"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_old_log_probs_are_those_of_the_arithmetic_of_training(train, make_policy, dtype, is_recorded):
     """In float32 the recorded ones; in bfloat16 sampling rounds differently, and they are recomputed."""
@@ -116,15 +91,6 @@ def test_old_log_probs_are_those_of_the_arithmetic_of_training(train, make_polic
     assert torch.equal(old(epochs_per_step=1, minibatch_size=GROUP_SIZE), old(epochs_per_step=2))
 
 
-def test_the_gradient_of_an_update_is_not_added_to_the_next(train, make_policy):
-    """At a rate of 0 every epoch has the gradient of the first."""
-    policy = make_policy()
-    experience = sampled(policy, [[5, 6, 7]], [1.0, -0.5])
-    once, twice = (update_at_rate_0(train, policy, experience, epochs_per_step=epochs)[0] for epochs in (1, 2))
-    assert once.norm() > 0
-    assert (twice - once).norm() <= 1e-6 * once.norm()
-
-
 def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy):
     """DeepSpeed takes its step in the marked backward pass; without DeepSpeed, nothing else shows a wrong mark."""
     train, policy, marks = load_script("experiment_accelerate/train.py"), make_policy(), []
@@ -134,70 +100,6 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy)
     config = train.Config(**settings(prompts_per_step=2, group_size=4, minibatch_size=4))
     train.update(config, accelerator, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
     assert marks == [False, True, False, True]
-
-
-@pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
-def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
-    """Over two epochs of two minibatches, with tool output in rows: equal to a slow loop's, and adding up."""
-    train, weighted = load_script(f"{experiment}/train.py"), experiment == "scale/engine"
-    has_critic = experiment == "policy_gradients/ppo"
-    formula = FORMULAS[experiment][0][0]
-    policy = load_policy(RunConfig(device="cpu"))
-    sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}
-    config = train.Config(epochs_per_step=2, kl_weight=0.05, **sizes, **clips_of(formula))
-    if has_critic:
-        policy = ActorCritic(policy)
-    rows = sample(policy, [[5, 6, 7], [8, 9]], 2, max_new_tokens=6, key=(0,), prompt_index=[0, 1])
-    for row in rows[::2]:
-        row.observe([20, 21])
-        row.ids, row.action_mask = [*row.ids, 30], [*row.action_mask, 1]
-        row.sampler_log_probs = [*row.sampler_log_probs, -1.0]
-    experience = collate(rows, policy.pad_id)
-    experience.advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None]
-    scores, generator = token_log_probs(policy, experience, 4), torch.manual_seed(0)
-    noise = [torch.randn(scores.shape, generator=generator) for _ in range(3)]
-    experience.old_log_probs, experience.log_probs_ref = scores + 0.2 * noise[0], scores + 0.5 * noise[1]
-    if has_critic:  # an advantage for each token
-        experience.advantages = experience.advantages + noise[2] * experience.action_mask
-        experience.values, experience.value_targets = torch.zeros_like(scores), torch.ones_like(scores)
-    if weighted:
-        experience.sampler_log_probs = experience.old_log_probs + noise[2]  # an engine's, far off
-        experience.importance_weights = train.importance_weights(config, experience)
-    statistics = update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, 1)
-    texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
-    write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
-
-    sizes = {"num_rows": 2, "kl_weight": 0.05, "budget": 6, **clips_of(formula)}
-    total, clipped, weights = 0.0, 0, set()
-    num_tokens = {index: sum(rows[index].action_mask + rows[index + 1].action_mask) for index in (0, 2)}
-    for entry in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
-        mask, old, ref = (entry[name] for name in ("action_mask", "old_log_probs", "log_probs_ref"))
-        assert all(("importance_weight" in update) == weighted for update in entry["updates"])
-        of_tokens = entry["updates"][0].get("importance_weight", mask)
-        weights |= {*of_tokens}
-        advantages = [entry["advantage"] * weight for weight in of_tokens]
-        if has_critic:
-            advantages = entry["updates"][0]["token_advantage"]
-            assert entry["advantage"] == pytest.approx(sum(advantages) / sum(mask), abs=1e-5)
-        assert [update["epoch"] for update in entry["updates"]] == [0, 1]
-        for update in entry["updates"]:
-            now = update["log_probs"]
-            count = num_tokens[2 * entry["prompt_index"]]  # a minibatch is a group
-            terms, pushes = slow_row(formula, mask, now, advantages, old, ref, num_tokens=count, **sizes)
-            assert update["terms"] == pytest.approx(terms, abs=2e-6, rel=4e-6)
-            assert update["push"] == pytest.approx(pushes, abs=2e-6)
-            ratios = [math.exp(x - y) if bit else 0 for x, y, bit in zip(now, old, mask, strict=True)]
-            if formula == "gspo":
-                mean = math.exp(sum(math.log(ratio) for ratio in ratios if ratio) / sum(mask))
-                ratios = [bit * mean for bit in mask]
-            assert update["ratio"] == pytest.approx(ratios, abs=1e-5)
-            kls = [bit * (math.exp(x - y) - (x - y) - 1) for x, y, bit in zip(ref, now, mask, strict=True)]
-            assert update["kl"] == pytest.approx(kls, abs=1e-5)
-            total, clipped = total + sum(update["terms"]), clipped + sum(update.get("clipped", update.get("capped")))
-    assert total / 4 == pytest.approx(statistics.metrics()["loss/total"], abs=1e-6, rel=2e-6)
-    assert abs(total) > 0.01
-    assert clipped > 0
-    assert max(weights) == (config.importance_cap if weighted else 1)
 
 
 # The metrics of a rollout ---------------------------------------------------------------------------------------------
