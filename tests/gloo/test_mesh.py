@@ -128,7 +128,7 @@ def tokens_of_all_ranks(statistics: UpdateStatistics, rows: list[Trajectory]) ->
     """Terms and pushes of all rows, one row and update after the other."""
     lengths = {(row.prompt_index, row.completion_index): len(row.ids) - 1 for row in rows}
     seen = {key: updates for part in gather(statistics.rows) for key, updates in part.items()}
-    order = [(update.tokens, lengths[key]) for key in sorted(seen) for update in seen[key]]
+    order = [(update.measurements, lengths[key]) for key in sorted(seen) for update in seen[key]]
     return {name: torch.cat([tokens[name][:length] for tokens, length in order]) for name in ("terms", "push")}
 
 
