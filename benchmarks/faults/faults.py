@@ -21,12 +21,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from forks import HANGING, Runs
+
 HERE = Path(__file__).resolve().parent
 STATE = HERE.parents[1] / "build" / "faults"  # what was measured, by commit
-RESULT = ("fault", "noticed_by", "seconds", "tests")  # seconds of the processor; tests that noticed nothing
+RESULT = (
+    "fault",
+    "noticed_by",
+    "seconds",
+    "tests",
+)  # seconds of the processor; tests that passed
+FILES = 3  # that name the faulted module, without --wide; and those that other faults needed
 TEXTUAL = {"tests/unit/test_siblings.py"}  # compares texts: it notices every change, be it a fault or not
 # These start programs, and some depend on the load of the machine: they come last, and must fail twice.
-SLOW = tuple(f"tests/{name}/" for name in ("browser", "engine", "gloo", "resume", "smoke"))
+SLOW = tuple(f"tests/{name}/" for name in ("browser", "engine", "gloo", "learning", "resume", "smoke"))
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # as in conftest.py
 
 
 class Study:
@@ -70,10 +79,10 @@ class Study:
             score = 4 * any(re.search(rf"\b{word}\b", text) for word in words)
             score += 3 * bool(len(name) > 4 and re.search(rf"\b{name}\b", text))
             score += 2 * (stem in file) + 9 * (stem == "train" and file.endswith("/test_replay.py"))
-            is_slow, is_known = file.startswith(SLOW), file in self.known["files"]
-            if is_wide or is_known or (score and not is_slow):
-                ranked.append((is_slow, not score, not is_known if not score else -score, len(text), file))
-        for number, (*_, file) in enumerate(sorted(ranked)):
+            ranked.append((score < 9 and file.startswith(SLOW), -score, len(text), file))
+        named = [file for is_slow, score, _, file in sorted(ranked) if score and not is_slow][:FILES]
+        known = [file for *_, file in sorted(ranked) if is_wide or file in self.known["files"]]
+        for number, file in enumerate(dict.fromkeys(named + known)):
             if batch and (file not in self.known["files"] or number % 4 == 0):
                 yield batch
                 batch = []
@@ -103,15 +112,15 @@ class Study:
                 found, ended = self.runs.run(tests, cap - seconds)
                 seconds += self.runs.seconds
                 failed = next((test for test, (outcome, _) in found.items() if outcome in ("failed", "started")), "")
-                if failed and not ended and failed.startswith(SLOW) and "::" in failed:
+                is_chance = bool(failed) and not ended and failed.startswith(SLOW) and "::" in failed
+                if is_chance:
                     again, _ = self.runs.run([failed], HANGING)
                     seconds += self.runs.seconds
-                    if again.get(failed, ["failed"])[0] == "passed":
-                        done += found
-                        continue
-            if failed and ended != "cap":
+                    is_chance = again.get(failed, ["failed"])[0] == "passed"
+            if failed and ended != "cap" and not is_chance:
                 return failed + f" ({ended})" * bool(ended), seconds
-            done += [test for test in (found if ended else tests) if test != failed]
+            passed = [test for test, (outcome, _) in found.items() if outcome == "passed"]
+            done += [*passed, failed] if is_chance else passed if ended else tests  # what is gone has other parameters
         return "", seconds
 
 
@@ -235,8 +244,8 @@ if __name__ == "__main__":
     if options.command == "table":
         print_table(options.results)
         sys.exit()
+    environment = {"PYTHONPATH": str(options.tree.resolve())} | ENVIRONMENT
+    if not environment.items() <= os.environ.items():  # again, with an environment that is read only once
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
     STATE.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # as conftest.py
-    from forks import HANGING, Runs
-
     run(options.tree.resolve(), options.results, options.noticed, options.cap, options.wide)

@@ -93,7 +93,6 @@ def load_forked(tree: Path) -> ModuleType:
 
 def run_tests(tree: Path, files: list[str], words: list[str], plugins: list) -> None:
     """Become `python -m pytest FILES` in the tree."""
-    os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
     import pytest
 
     if (tree / "tests" / "forked.py").exists():
