@@ -69,12 +69,16 @@ class Study:
         return self.known["files"][file]
 
     def batches(self, path: str, line: int, is_wide: bool) -> Iterator[list[str]]:
-        """The tests that reach a line, in batches of files: those that name its module or function come first."""
+        """The tests that reach a line, in batches of files: those that name its module or function come first.
+
+        In processes that end in another way than programs, calls are not recorded. So if no test reaches the function,
+        those that reach its module count, or else its package.
+        """
         function = function_at(self.tree / path, line)
         package, _, stem = path.removesuffix(".py").rpartition("/")
         module = f"{package}.{stem}".replace("/", ".").strip(".")
         words = [path, module, rf"from {package.replace('/', '.')} import .*\b{stem}", *[package] * (stem == "train")]
-        name, ranked, batch = function.rpartition(".")[2], [], []
+        name, ranked = function.rpartition(".")[2], []
         for file, text in self.texts.items():
             score = 4 * any(re.search(rf"\b{word}\b", text) for word in words)
             score += 3 * bool(len(name) > 4 and re.search(rf"\b{name}\b", text))
@@ -82,12 +86,18 @@ class Study:
             ranked.append((score < 9 and file.startswith(SLOW), -score, len(text), file))
         named = [file for is_slow, score, _, file in sorted(ranked) if score and not is_slow][:FILES]
         known = [file for *_, file in sorted(ranked) if is_wide or file in self.known["files"]]
-        for number, file in enumerate(dict.fromkeys(named + known)):
-            if batch and (file not in self.known["files"] or number % 4 == 0):
-                yield batch
-                batch = []
-            batch += [test for test, functions in self.measure(file).items() if reaches(path, function, functions)]
-        yield batch
+        page = "viewer/report.py:"  # it writes the page, with its scripts
+        for part in [page] if path.endswith(".js") else [f"{path}:{function}", f"{path}:", f"{package}/"]:
+            batch, num_tests = [], 0
+            for number, file in enumerate(dict.fromkeys(named + known)):
+                if batch and (file not in self.known["files"] or number % 4 == 0):
+                    yield batch
+                    batch = []
+                batch += [test for test, functions in self.measure(file).items() if reaches(functions, part)]
+                num_tests += len(batch)
+            yield batch
+            if num_tests or not is_wide:
+                return
 
     def examine(self, fault: dict, at: tuple[str, int], cap: float, is_wide: bool, hint: str) -> tuple[str, float]:
         """The test that notices a fault ("" for none), and the seconds."""
@@ -124,12 +134,9 @@ class Study:
         return "", seconds
 
 
-def reaches(path: str, function: str, functions: list[str]) -> bool:
-    if path.endswith(".js"):
-        return any(each.startswith("viewer/report.py:") for each in functions)  # it writes the page
-    if function:
-        return f"{path}:{function}" in functions
-    return any(each.startswith(f"{path}:") for each in functions)  # a constant: whoever uses the module
+def reaches(functions: list[str], part: str) -> bool:
+    """Whether one of the functions is the part, or is in it, if it is a module or a package."""
+    return any(each == part or (part[-1] in ":/" and each.startswith(part)) for each in functions)
 
 
 def function_at(path: Path, line: int) -> str:

@@ -157,7 +157,7 @@ class Runs:
         with open(os.devnull) as nothing:
             process = self._fork(nothing.fileno(), run_tests, self.tree, files, ["-x"] * (not is_traced), plugins)
         size, ended, self.seconds = 0, "", 0.0
-        while (status := os.waitpid(process.pid, os.WNOHANG)) == (0, 0) and not ended:
+        while not ended and (status := os.waitpid(process.pid, os.WNOHANG)) == (0, 0):
             time.sleep(0.2)
             self.seconds = max(self.seconds, cpu_seconds(process) + cpu_seconds(self.server) - before)
             if self.entries.stat().st_size != size:
