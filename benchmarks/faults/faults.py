@@ -1,15 +1,13 @@
 """Plants the faults of faults.csv, one at a time, and records which test of the first tier notices each.
 
     git worktree add --detach ../planted COMMIT
-    python benchmarks/faults/faults.py run ../planted before.csv
-    python benchmarks/faults/faults.py run ../planted after.csv --noticed before.csv
-    python benchmarks/faults/faults.py table before.csv after.csv
+    python benchmarks/faults/faults.py --tree ../planted --results before.csv
+    python benchmarks/faults/faults.py --tree ../planted --results after.csv --noticed before.csv
 
 The script changes files of the worktree, and resets them. A test runs only if it reaches the function with the fault;
 which functions a test reaches is measured when its file is first needed. A run that was ended continues where it ended.
 """
 
-import argparse
 import ast
 import contextlib
 import csv
@@ -19,9 +17,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from forks import HANGING, Runs
+import tyro
 
 HERE = Path(__file__).resolve().parent
 STATE = HERE.parents[1] / "build" / "faults"  # what was measured, by commit
@@ -38,6 +37,15 @@ SLOW = tuple(f"tests/{name}/" for name in ("browser", "engine", "gloo", "learnin
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # as in conftest.py
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    results: Path  # a table of tests and seconds, which is continued
+    tree: Path | None = None  # a worktree for this script alone; without it, the results are only counted
+    noticed: Path | None = None  # other results: plant only the faults that were noticed there
+    cap: float = 100.0  # processor seconds for each fault
+    wide: bool = False  # also run test files that do not name the faulted module
+
+
 class Study:
     """The tests of a commit: the files of the first tier, and what is known about their tests."""
 
@@ -48,6 +56,8 @@ class Study:
         self.sources = [name for name in git(tree, "ls-files", "*.py", "*.js").splitlines() if name[:6] != "tests/"]
         tests = [name for name in git(tree, "ls-files", "tests/*/test_*.py").splitlines() if name not in TEXTUAL]
         self.texts = {name: (tree / name).read_text("utf-8") for name in tests}
+        from forks import Runs  # beside this file: it imports what it finds in `tree`
+
         self.runs = Runs(tree, STATE)
 
     def save(self) -> None:
@@ -124,7 +134,7 @@ class Study:
                 failed = next((test for test, (outcome, _) in found.items() if outcome in ("failed", "started")), "")
                 is_chance = bool(failed) and not ended and failed.startswith(SLOW) and "::" in failed
                 if is_chance:
-                    again, _ = self.runs.run([failed], HANGING)
+                    again, _ = self.runs.run([failed], 60)
                     seconds += self.runs.seconds
                     is_chance = again.get(failed, ["failed"])[0] == "passed"
             if failed and ended != "cap" and not is_chance:
@@ -238,21 +248,11 @@ def print_table(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    planting = commands.add_parser("run", help="plant faults and run tests")
-    planting.add_argument("tree", type=Path, help="a worktree for this script alone")
-    planting.add_argument("results", type=Path)
-    planting.add_argument("--noticed", type=Path, help="plant only the faults that were noticed in these results")
-    planting.add_argument("--cap", type=float, default=100.0, help="processor seconds for each fault")
-    planting.add_argument("--wide", action="store_true", help="also run test files that do not name the faulted module")
-    commands.add_parser("table", help="print how many were noticed").add_argument("results", type=Path, nargs="+")
-    options = parser.parse_args()
-    if options.command == "table":
-        print_table(options.results)
-        sys.exit()
-    environment = {"PYTHONPATH": str(options.tree.resolve())} | ENVIRONMENT
-    if not environment.items() <= os.environ.items():  # again, with an environment that is read only once
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
-    STATE.mkdir(parents=True, exist_ok=True)
-    run(options.tree.resolve(), options.results, options.noticed, options.cap, options.wide)
+    config = tyro.cli(Config, description=__doc__)
+    if config.tree is not None:
+        environment = {"PYTHONPATH": str(config.tree.resolve())} | ENVIRONMENT
+        if not environment.items() <= os.environ.items():  # again, with an environment that is read only once
+            os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
+        STATE.mkdir(parents=True, exist_ok=True)
+        run(config.tree.resolve(), config.results, config.noticed, config.cap, config.wide)
+    print_table([path for path in (config.noticed, config.results) if path])
