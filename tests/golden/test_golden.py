@@ -376,6 +376,8 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
         if way == "sharded":
             assert len([*found.glob("checkpoints/step_1/pytorch_model_fsdp_0/*.distcp")]) == 2
             (part,) = sorted(found.with_name("killed").glob("checkpoints/step_*"))[-1:]
+            data = json_of(found / "config.json")["sources"]["data"]["source"]  # not the few questions of this process
+            monkeypatch.setattr(arithmetic, "TRAIN_DATA", Path(data))
             with pytest.raises(UserError, match="cannot be continued by these processes"):
                 load_script(f"{name.split()[0]}/train.py").main(["--resume", str(part.parents[1]), "--steps", "9"])
 
