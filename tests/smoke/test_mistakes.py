@@ -188,7 +188,7 @@ calls = 0
 def reward(row, text):
     global calls
     calls += 1
-    if calls > 13 and FAILS:  # 9 before training, then 4 in each step
+    if calls > 16 and FAILS:  # in the second step
         raise RuntimeError(f"\\x1b[31m{text}")
     return arithmetic.reward(row, text)
 """

@@ -87,7 +87,7 @@ def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(loa
             sentences.append(str(error))
             flags = shlex.split(sentences[-1].partition("resume with: ")[2])[2:]
     assert len(sentences) == 1
-    helps = "--micro-batch-size 4, --tokens-per-micro-batch 512, --generation-batch-size 4, --gradient-checkpointing"
+    helps = "--micro-batch-size 4, --tokens-per-micro-batch 1024, --generation-batch-size 4, --gradient-checkpointing"
     assert f"what helps: {helps}" in sentences[0]
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
     settings = json.loads((limited / "config.json").read_text())

@@ -94,7 +94,7 @@ def test_a_killed_command_is_continued(make, made, program, capsys):
     flags = [*SMALL, *(["--keep-right"] if program == CHATS else [])]
     whole = copied(made[program], "whole.jsonl")
     lines = whole.splitlines(keepends=True)
-    cuts = (0, 10, len(lines[0]), sum(map(len, lines[:4])), sum(map(len, lines[:5])) + 30, len(whole) - 1)
+    cuts = (0, len(lines[0]), sum(map(len, lines[:4])), sum(map(len, lines[:5])) + 30, len(whole) - 1)
     for cut in cuts if program == SAMPLE else cuts[-2:]:
         Path("out.jsonl").write_bytes(whole[:cut])
         shutil.copy("whole.jsonl.settings.json", "out.jsonl.settings.json")
@@ -204,7 +204,7 @@ def test_a_server_responds(make, stand_in):
     assert b"".join(parts) == whole
 
 
-@pytest.mark.parametrize("program", [SAMPLE, CHATS])
+@pytest.mark.parametrize("program", [SAMPLE, pytest.param(CHATS, marks=pytest.mark.slow)])
 def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     served = [*SMALL, "--system-prompt", "", "--url"]
     whole = make(program, "whole.jsonl", *served, stand_in().url)

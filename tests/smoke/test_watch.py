@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from run_files import ROOT, finished, metrics_of, wait_until
 
+from tasks.arithmetic import EVAL_DATA
+
 SCRIPT = str(ROOT / "experiment_base" / "train.py")
 FLAGS = ["--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "1", "--eval-every", "0", "--device", "cpu"]
-FLAGS += ["--max-new-tokens", "8"]
+FLAGS += ["--max-new-tokens", "8", "--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)]  # faster to read
 BROWSER = """
 import sys, time, urllib.request
 def get(path):
