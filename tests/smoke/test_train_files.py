@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from run_files import ROOT, finished, json_of, rows_of, write_rows
 
+import viewer
 from common.errors import UserError
 from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
@@ -308,8 +309,9 @@ def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("path", sorted(in_experiments("train_*.py")), ids=lambda path: path.stem)
-def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path):
+def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, monkeypatch):
     """Its run is the experiment's, and is resumed under either name."""
+    monkeypatch.setattr(viewer, "draw_run", lambda _: None)
     flags = "--steps 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 1 --device cpu --name x"
     run_here(path, *flags.split(), "--runs-dir", str(tmp_path))
     run = tmp_path / path.parent.name / "x"
