@@ -294,7 +294,9 @@ OTHERS = "--seed 1 --max-grad-norm 1e-9 --eval-every 2 --stop-when eval/sampled/
 SPLIT = "--no-pack --tokens-per-micro-batch 60 --generation-batch-size 4"
 SIZES = "--at-most num_terms=2 num_digits=1 "
 SIZES += "--steps 1 --prompts-per-step 3 --group-size 2 --max-new-tokens 6 --temperature 2"
-OWN = "--task files/task.py --chat-template files/polite.jinja --kl-weight 0 --stop-when eval/accuracy>=0 --eval-every 2"
+OWN = (
+    "--task files/task.py --chat-template files/polite.jinja --kl-weight 0 --stop-when eval/accuracy>=0 --eval-every 2"
+)
 PROMPTS = "--data files/mine.jsonl --system-prompt Politely --completion-prefix <think> --top-p 0.3 "
 PROMPTS += "--epochs-per-step 3 --minibatch-size 4 --micro-batch-size 3"
 LONG = "--epochs 3 --max-prompts 4 --max-question-length 12 --lr-schedule linear --lr-warmup-steps 1"

@@ -28,7 +28,8 @@ MIXED = ("--reward-weight", "preference=0.5", "--checkpoint-every", "1")
 def judge(load_script, tmp_path_factory):
     """The directory of a run that makes a reward model."""
     runs = tmp_path_factory.mktemp("runs")
-    flags = "--max-pairs 96 --pairs-per-step 16 --eval-prompts 30 --eval-every 3 --lr 1e-3 --device cpu --name judge --checkpoint-every 0"
+    flags = "--max-pairs 96 --pairs-per-step 16 --eval-prompts 30 --eval-every 3 --checkpoint-every 0 --lr 1e-3 "
+    flags += "--device cpu --name judge"
     load_script("rewards/reward_model/train.py").main([*flags.split(), "--runs-dir", str(runs)])
     return runs / "reward_model" / "judge"
 
@@ -112,7 +113,7 @@ def test_its_score_is_a_component_of_the_reward(judge, run, serve, load_script, 
     for row in (row for row in metrics if "reward/total" in row):
         assert row["reward/total"] == pytest.approx(row["reward/correct"] + 0.5 * row["reward/preference"])
 
-    serve.left = 2 * NUM_ASKED + 2 * 8 - NUM_ASKED - 4  # it dies in the last step
+    serve.left = NUM_ASKED + 2 * 8 - 4  # it dies in the last step
     with pytest.raises(UserError, match=r"has not answered POST /pooling.*when the engine can be used again, resume"):
         run("there", "--reward-model-url", serve.url, *MIXED)
     serve.left = 10**6
