@@ -53,6 +53,7 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
     process.kill()
     process.communicate()
     assert 0 < path.stat().st_size < len(whole)
+    os.truncate(path, path.stat().st_size - 5)  # as after a kill within the last line of a batch
 
     def interrupt_after_three(completions: Completions, answers: list) -> None:
         add(completions, answers)
