@@ -24,7 +24,7 @@ pytestmark = pytest.mark.all_questions
 BASE, DDP = "experiment_base", "experiment_accelerate_ddp"
 PATIENCE = 100  # seconds after which a launch counts as hung; on busy cores a start alone takes a minute
 SMALL = (
-    *("--steps", "6", "--prompts-per-step", "6", "--group-size", "2", "--eval-prompts", "4", "--eval-every", "0"),
+    *("--steps", "6", "--prompts-per-step", "6", "--group-size", "2", "--eval-prompts", "2", "--eval-every", "0"),
     *("--max-new-tokens", "12", "--checkpoint-every", "2"),
 )
 ENVIRONMENT = {

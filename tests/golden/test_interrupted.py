@@ -35,7 +35,7 @@ resource = pytest.importorskip("resource", reason="Windows has neither these sig
 
 TRAIN = ROOT / "experiment_base" / "train.py"
 FLAGS = (
-    *("--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2", "--max-new-tokens", "8"),
+    *("--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "1", "--max-new-tokens", "6"),
     *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "2"),
     *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # faster to read than all questions
 )

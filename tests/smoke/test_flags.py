@@ -1,6 +1,6 @@
 """Every flag of experiment_base and of imitation/sft does something: a run with it differs as the flag promises.
 
-Flags whose effects do not hide each other share a run.
+Flags whose effects do not hide each other share a run: the checks of one run are registered with the same flags.
 """
 
 import dataclasses
@@ -151,11 +151,6 @@ def assert_agree(new: Outcome, old: Outcome) -> None:
     assert new.texts == old.texts
 
 
-def assert_differ(new: Outcome, old: Outcome, name: str) -> None:
-    """The flag changed a metric of the last step by more than rounding can."""
-    assert abs(new.last(name) - old.last(name)) > 1e-4
-
-
 def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.MonkeyPatch, capture) -> Outcome:
     """Run train.py in `directory`, and record its calls."""
     seen = Outcome()
@@ -227,7 +222,7 @@ def files(tmp_path_factory) -> Path:
         write_rows(place / f"{name}.jsonl", [{"messages": chat} for chat in zip(asked, said, strict=True)])
     (place / "task.py").write_text(A_TASK)
     (place / "rewards.py").write_text(REWARDS)
-    (place / "settings.yaml").write_text("# of a colleague\nweight-decay: 10\nlr: 1e-2\n")
+    (place / "settings.yaml").write_text("# of a colleague\nlr: 1e-2\nkeep-checkpoints: 1\n")
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     shutil.copytree(TINY_POLICY, place / "model")
@@ -281,13 +276,32 @@ CHANGES: list[Change] = []
 def changes(given: str, of: tuple[str, ...] = (BASE,), also: str = "", needs: str | None = None, is_slow: bool = False):
     """Register a check of runs with the flags `given` against ones without."""
 
-    def enter(check: Callable[[Outcome, Outcome], None]) -> None:
+    def enter(check: Callable[[Outcome, Outcome], None]) -> Callable[[Outcome, Outcome], None]:
         CHANGES.extend(Change(setup, given, also, needs, is_slow or setup != BASE, check) for setup in of)
+        return check
 
     return enter
 
 
 BOTH = (BASE, SFT)
+# The shared runs. First: where a run is, and what does not touch its numbers but the weight decay
+PLACES = "--config files/settings.yaml --weight-decay 10 --name y --threads 2 --runs-dir elsewhere "
+PLACES += "--checkpoint-every 1 --profile 1"
+SHOWN = "--steps 4 --lr 3e-3 --max-new-tokens 30 --stop-when loss/kl>0 --keep-best eval/greedy/length "
+SHOWN += "--eval-data files/held.jsonl --eval-prompts 3 --eval-every 1 --samples-every 2 "
+SHOWN += "--eval-sets held=files/held.jsonl mine=files/mine.jsonl --progress policy/clipped loss/grad_norm"
+OTHERS = "--seed 1 --max-grad-norm 1e-9 --eval-every 2 --stop-when eval/sampled/accuracy>=2"
+SPLIT = "--no-pack --tokens-per-micro-batch 60 --generation-batch-size 4"
+SIZES = "--at-most num_terms=2 num_digits=1 "
+SIZES += "--steps 1 --prompts-per-step 3 --group-size 2 --max-new-tokens 6 --temperature 2"
+OWN = (
+    "--task files/task.py --chat-template files/polite.jinja --kl-weight 0 --stop-when eval/accuracy>=0 --eval-every 2"
+)
+PROMPTS = "--data files/mine.jsonl --system-prompt Politely --completion-prefix <think> --top-p 0.3 "
+PROMPTS += "--epochs-per-step 3 --minibatch-size 4 --micro-batch-size 3"
+LONG = "--epochs 3 --max-prompts 4 --max-question-length 12 --lr-schedule linear --lr-warmup-steps 1"
+PENALTIES = "--clip-eps 0.001 --kl-weight 1"
+REWARDED = "--reward-functions files/rewards.py --reward-weight asked=0 first=0 format=0.5 --temperature 0.3"
 
 
 # Policy and arithmetic
@@ -305,7 +319,7 @@ def sft_model(new, old):
     assert not any(text.startswith("Please: ") for text in old.texts)
 
 
-@changes("--seed 1")
+@changes(OTHERS)
 def seed(new, old):
     assert new.samples[0]["question"] != old.samples[0]["question"]
     assert new.first("eval/sampled/length") != old.first("eval/sampled/length")  # also with other random numbers
@@ -338,7 +352,8 @@ def arithmetic(new, old):
     assert_agree(new, old)
 
 
-@changes("--no-pack", also=GENTLE, of=BOTH)
+@changes("--no-pack", also=GENTLE, of=(SFT,))
+@changes(SPLIT, also=GENTLE)
 def pack(new, old):
     assert [run.policy.packing for run in (new, old)] == [None, "sdpa"]
     assert_agree(new, old)
@@ -389,7 +404,7 @@ def save_dtype(new, old):
 # Where a run is, and its files and output
 
 
-@changes("--name y --threads 2 --runs-dir elsewhere --checkpoint-every 1 --keep-checkpoints 1", of=BOTH)
+@changes(PLACES, of=BOTH)
 def kept(new, old):
     assert (new.directory.name, old.directory.name) == ("y", "x")
     assert (new.num_threads, old.num_threads) == (2, 1)
@@ -397,11 +412,17 @@ def kept(new, old):
     assert (new.checkpoints(), old.checkpoints()) == ({f"step_{new.metrics[-1]['step']}"}, set())
 
 
-@changes("--config files/settings.yaml", of=BOTH)
+@changes(PLACES, of=BOTH)
 def config(new, old):
-    assert [run.read("config.json")["weight_decay"] for run in (new, old)] == [10, 0]
-    assert [run.read("config.json")["lr"] for run in (new, old)] == [1e-4, 1e-4]  # of the command line, which wins
-    assert new.final_weights().norm() < old.final_weights().norm()
+    """The command line wins."""
+    assert [new.read("config.json")[name] for name in ("lr", "keep_checkpoints")] == [1e-4, 1]
+
+
+@changes(PLACES, of=BOTH)
+def weight_decay(new, old):
+    kept = new.final_weights().norm() / old.final_weights().norm()
+    rates = old.values("lr") or [1e-4] * 4  # of all updates
+    assert kept.item() == pytest.approx(math.prod(1 - 10 * rate for rate in rates), abs=5e-4)
 
 
 @changes("--wandb --wandb-project ours --wandb-group seeds", needs="wandb", of=BOTH, is_slow=True)
@@ -413,7 +434,7 @@ def wandb(new, old):
     assert not old.has("wandb")
 
 
-@changes("--profile 1", of=BOTH)
+@changes(PLACES, of=BOTH)
 def profile(new, old):
     assert not old.has("trace.json.gz")
     assert "trace.json.gz, to be opened at https://ui.perfetto.dev" in new.output
@@ -428,37 +449,33 @@ def profile(new, old):
     assert any(event["name"] in products for event in trace["traceEvents"])
 
 
-@changes(
-    "--samples-every 2 --progress policy/clipped loss/grad_norm --eval-prompts 3 --eval-every 1 "
-    "--eval-data files/held.jsonl"
-)
+@changes(SHOWN)
 def shown(new, old):
     assert [{entry["step"] for entry in run.samples} for run in (new, old)] == [{2}, {1, 2}]
-    assert re.search(r"step 2/2 .*  clipped 0\.?\d*  grad_norm \d", new.progress)
+    assert re.search(r"step 2/4 .*  clipped 0\.?\d*  grad_norm \d", new.progress)
     assert "clipped" not in old.progress
     assert [len(run.read("before.json")[1]) for run in (new, old)] == [3, 2]
-    assert [len(run.values("eval/greedy/accuracy")) for run in (new, old)] == [4, 2]
+    assert [len(run.values("eval/greedy/accuracy")) for run in (new, old)] == [4, 2]  # before, at two steps, after
     assert "0 and 0" in new.output  # the closing table shows the questions
     assert "0 and 0" not in old.output
 
 
-@changes("--eval-sets held=files/held.jsonl mine=files/mine.jsonl", also="--eval-every 1")
+@changes(SHOWN)
 def eval_sets(new, old):
-    for name, count in (("held", 4), ("mine", 4), ("", 2)):
-        key = f"eval/{name}/greedy/length".replace("//", "/")
-        assert len(new.values(key)) == 4, count  # before, at two steps, after
-        assert bool(old.has_key(key)) == (name == "")
-    assert new.values("eval/greedy/accuracy") == old.values("eval/greedy/accuracy")
+    assert new.values("eval/held/greedy/length") == new.values("eval/greedy/length")  # the same file
+    assert len(new.values("eval/mine/greedy/length")) == 4
+    assert new.values("eval/mine/sampled/length") != new.values("eval/sampled/length")
     assert new.read("config.json")["sources"]["eval_sets held"]["source"].endswith("held.jsonl")
     assert new.read("config.json")["eval_sets"][0].startswith("held=/")  # for a resumed run
     assert "held/greedy/accuracy" in new.output
     assert "held/greedy/accuracy" not in old.output
 
 
-@changes("--keep-best eval/greedy/length", also="--eval-every 1 --lr 1e-3 --max-new-tokens 30")
+@changes(SHOWN)
 def keep_best(new, old):
     steps = {entry["step"]: entry["eval/greedy/length"] for entry in new.metrics if "time/step" in entry}
     best = max(steps, key=steps.get)
+    assert len(set(steps.values())) == 2
     expected = {"step": best, "metric": "eval/greedy/length", "value": steps[best]}
     assert (new.read("summary.json")["best"], old.has("best")) == (expected, False)
     assert f"best: step {best}, with eval/greedy/length" in new.output
@@ -466,20 +483,20 @@ def keep_best(new, old):
     assert all(torch.equal(kept[name], weight) for name, weight in new.final().items()) == (best == 2)
 
 
-@changes("--stop-when loss/kl>0", also="--steps 4 --lr 1e-3")
+@changes(SHOWN)
 def stop_when(new, old):
     """The first step, from the reference itself, has no KL."""
-    assert [run.read("summary.json")["steps"] for run in (new, old)] == [2, 4]
+    assert new.read("summary.json")["steps"] == 2
     assert re.search(r"step 2: loss/kl is \S+: training ends \(--stop-when loss/kl>0\)", new.output)
 
 
-@changes("--stop-when eval/accuracy>=0", also="--eval-every 2")
+@changes(OWN)
 def stop_when_unknown(new, old):
     assert "--stop-when eval/accuracy>=0: step 0 has no such metric" in new.output
     assert new.read("summary.json")["steps"] == 2
 
 
-@changes("--stop-when eval/sampled/accuracy>=2", also="--eval-every 2")
+@changes(OTHERS)
 def stop_when_only_at_the_ends(new, old):
     assert "--stop-when eval/sampled/accuracy>=2: step 2 has no such metric" in new.output
 
@@ -487,7 +504,7 @@ def stop_when_only_at_the_ends(new, old):
 # Data and prompts
 
 
-@changes("--task files/task.py --chat-template files/polite.jinja")
+@changes(OWN)
 def task(new, old):
     assert {*new.samples[0]["rewards"]} == {"even"}
     assert new.last("reward/total") == new.last("reward/even")
@@ -497,7 +514,7 @@ def task(new, old):
     assert (new.directory / "final/chat_template.jinja").read_text(encoding="utf-8").startswith("{{- 'Please: ' }}")
 
 
-@changes("--data files/mine.jsonl --system-prompt Politely --completion-prefix <think>")
+@changes(PROMPTS)
 def prompts(new, old):
     assert all("plus" in entry["question"] for entry in new.samples)
     assert all("Politely" in prompt for prompt in new.prompts())
@@ -508,19 +525,19 @@ def prompts(new, old):
     assert all(text.startswith("<think>") for text, *_ in new.read("before.json")[1])  # greedy, before training
 
 
-@changes("--at-most num_terms=2 num_digits=1")
+@changes(SIZES)
 def at_most(new, old):
     assert max(new.asked("num_terms")) == 2 < max(old.asked("num_terms"))
     assert max(new.asked("num_digits")) == 1 < max(old.asked("num_digits"))
 
 
-@changes("--max-question-length 12", is_slow=True)
+@changes(LONG)
 def max_question_length(new, old):
     longest = [max(len(entry["question"]) for entry in run.samples) for run in (new, old)]
     assert longest[0] <= 12 < longest[1]
 
 
-@changes("--epochs 3 --max-prompts 4")
+@changes(LONG)
 def prompts_of_all_epochs(new, old):
     asked = Counter(question for _, question in {(entry["step"], entry["question"]) for entry in new.samples})
     assert list(asked.values()) == [3, 3, 3, 3]  # in six steps of two questions each
@@ -530,7 +547,7 @@ def prompts_of_all_epochs(new, old):
 # Sampling
 
 
-@changes("--steps 1 --prompts-per-step 3 --group-size 2 --max-new-tokens 6")
+@changes(SIZES)
 def sizes(new, old):
     assert [run.metrics[-1]["step"] for run in (new, old)] == [1, 2]
     assert (new.rows_of_steps(), old.rows_of_steps()) == ([6], [8, 8])
@@ -538,13 +555,13 @@ def sizes(new, old):
     assert [max(sum(entry["action_mask"]) for entry in run.samples) for run in (new, old)] == [6, 10]
 
 
-@changes("--temperature 2")
+@changes(SIZES)
 def temperature(new, old):
     assert new.first("policy/entropy") > 1.5 * old.first("policy/entropy")
     assert new.first("policy/sampling_log_prob_difference") < 1e-4  # training scores at the same temperature
 
 
-@changes("--top-p 0.3")
+@changes(PROMPTS)
 def top_p(new, old):
     assert "the gradient is biased" in new.output
     assert "the gradient is biased" not in old.output
@@ -552,30 +569,23 @@ def top_p(new, old):
     assert least[0] > math.log(0.08) > least[1]
 
 
-@changes("--generation-batch-size 4 --micro-batch-size 3", also=GENTLE)
+@changes(SPLIT, also=GENTLE)
 def batches(new, old):
     evaluation = [2, 4, 4, 4, 4]  # greedy, then eight answers per question
     assert new.sampling_rows == [*evaluation, 4, 4, 4, 4, *evaluation]
     assert old.sampling_rows == [2, 16, 8, 8, 2, 16]
-    assert max(new.training_rows) == max(new.scoring_rows) == 3
-    assert max(old.training_rows) == max(old.scoring_rows) == 8
-    assert_agree(new, old)
-
-
-@changes("--tokens-per-micro-batch 60", also=GENTLE)
-def tokens_per_micro_batch(new, old):
     assert 1 <= max(new.training_rows) < max(old.training_rows) == 8
-    assert_agree(new, old)
 
 
 # Training
 
 
-@changes("--epochs-per-step 3 --minibatch-size 4")
+@changes(PROMPTS)
 def updates(new, old):
     assert (new.updates("epoch"), old.updates("epoch")) == ({0, 1, 2}, {0, 1})
     assert (new.updates("minibatch"), old.updates("minibatch")) == ({0, 1}, {0})
-    assert (new.training_rows, old.training_rows) == ([4] * 12, [8] * 4)
+    assert (new.training_rows, old.training_rows) == ([3, 1] * 12, [8] * 4)
+    assert (max(new.scoring_rows), max(old.scoring_rows)) == (3, 8)
 
 
 @changes("--lr 1e-5")
@@ -583,45 +593,33 @@ def lr(new, old):
     assert 0 < new.last("loss/kl") < 0.1 * old.last("loss/kl")
 
 
-@changes("--lr-schedule linear --lr-warmup-steps 1", also="--steps 4")
+@changes(LONG)
 def lr_schedule(new, old):
-    assert new.values("lr") == pytest.approx([1e-4, 1e-4, 2e-4 / 3, 1e-4 / 3])
+    assert new.values("lr") == pytest.approx([1e-4, 1e-4, 8e-5, 6e-5, 4e-5, 2e-5])
     assert not old.has_key("lr")
-    assert new.distance() < old.distance()
 
 
-@changes("--weight-decay 10")
-def weight_decay(new, old):
-    kept = new.final_weights().norm() / old.final_weights().norm()
-    assert kept.item() == pytest.approx((1 - 10 * 1e-4) ** 4, abs=5e-4)  # four updates at the base's learning rate
-
-
-@changes("--clip-eps 0.001")
-def clip_eps(new, old):
+@changes(PENALTIES)
+def penalties(new, old):
     assert new.first("policy/clipped") > old.first("policy/clipped")
-    assert_differ(new, old, "loss/grad_norm")  # in the update, not only in the counter
-
-
-@changes("--kl-weight 1")
-def kl_weight(new, old):
     assert new.first("loss/grad_norm") > 2 * old.first("loss/grad_norm")  # in the second epoch the policy has changed
-    assert_differ(new, old, "loss/total")
 
 
-@changes("--max-grad-norm 1e-9")  # below AdamW's epsilon, so that the update becomes smaller
+@changes(OWN)
+def no_kl(new, old):
+    """It needs no reference."""
+    assert (len(new.values("loss/kl")), len(old.values("loss/kl"))) == (0, 2)
+    assert (len(new.scoring_rows), len(old.scoring_rows)) == (0, 2)
+
+
+@changes("--max-grad-norm 1e-9", of=(SFT,))
+@changes(OTHERS)
 def max_grad_norm(new, old):
-    assert new.first("policy/ratio_max") - 1 < 0.5 * (old.first("policy/ratio_max") - 1)
+    """Below AdamW's epsilon, so that the update becomes smaller."""
+    assert new.distance() < 0.5 * old.distance()
 
 
-@changes("--reward-weight format=0.5")
-def reward_weight(new, old):
-    expected = new.first("reward/correct") + 0.5 * new.first("reward/format")
-    assert new.first("reward/total") == pytest.approx(expected)
-    assert old.first("reward/total") == pytest.approx(old.first("reward/correct"))
-    assert_differ(new, old, "policy/ratio_max")
-
-
-@changes("--reward-functions files/rewards.py --reward-weight asked=0 first=0", also="--temperature 0.3")
+@changes(REWARDED)
 def reward_functions(new, old):
     texts = [entry["text"] for entry in new.samples if entry["step"] == 1]  # of all groups
     copies = [float(text not in texts[:index]) for index, text in enumerate(texts)]
@@ -632,11 +630,19 @@ def reward_functions(new, old):
         assert rewards.keys() - old.samples[0]["rewards"].keys() == {"short", "asked", "first"}
         assert rewards["short"] == pytest.approx(math.exp(-len(entry["text"]) / 10))
         assert rewards["asked"] == length
-        assert entry["return"] == pytest.approx(rewards["correct"] + rewards["short"])  # the former is logged only
     assert new.has_key("reward/short")
     assert new.has_key("eval/greedy/reward_short")
-    assert_differ(new, old, "policy/ratio_max")
     assert "reward_functions" in new.read("config.json")["sources"]
+
+
+@changes(REWARDED)
+def reward_weight(new, old):
+    """Without a weight of its own a component is logged only, and a function counts."""
+    for run, weights in ((new, {"correct": 1, "short": 1, "format": 0.5}), (old, {"correct": 1})):
+        for entry in run.samples:
+            expected = sum(weight * entry["rewards"][name] for name, weight in weights.items())
+            assert entry["return"] == pytest.approx(expected)
+    assert any(entry["rewards"]["format"] for entry in new.samples)
 
 
 # What supervised fine-tuning learns
@@ -721,17 +727,6 @@ def final_lr(new, old):
     assert [run.last("lr") for run in (new, old)] == pytest.approx([1e-4, 1e-5])
 
 
-@changes("--weight-decay 100", of=(SFT,))
-def sft_weight_decay(new, old):
-    kept = new.final_weights().norm() / old.final_weights().norm()
-    assert kept.item() == pytest.approx(math.prod(1 - 100 * rate for rate in old.values("lr")), rel=1e-3)
-
-
-@changes("--max-grad-norm 1e-9", of=(SFT,))  # below AdamW's epsilon, so that the update becomes smaller
-def sft_max_grad_norm(new, old):
-    assert new.distance() < 0.5 * old.distance()
-
-
 @pytest.mark.parametrize("setup", [BASE, SFT, LESSONS])
 def test_every_flag_has_an_entry(load_script, setup):
     """`estimate`, `gpus` and `gpu_memory` are in models/test_estimate.py, `watch` in test_watch.py.
@@ -745,19 +740,9 @@ def test_every_flag_has_an_entry(load_script, setup):
     setups = (setup, SFT) if setup == LESSONS else (setup,)
     known = set().union(*(change.flags for change in CHANGES if change.setup in setups))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty"} & flags
-    known = known - {"no_pack"} | {"pack"}
+    known = known - {"no_pack"} | {"pack", "keep_checkpoints"}  # the latter is in settings.yaml
     refused = {"data", "device", "model", "resume"}  # what does not exist: refusals.txt
     assert known | judged | elsewhere | refused | {"estimate", "gpus", "gpu_memory", "watch"} == flags
-
-
-@pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])
-def test_the_same_flags_give_the_same_metrics(run, setup):
-    """Otherwise a difference would mean nothing."""
-    again, first = run(setup, "--runs-dir again"), run(setup)
-    assert metrics_of(again.directory) == metrics_of(first.directory)
-    assert again.first("loss/grad_norm") > 0
-    assert setup == SFT or again.first("group/zero_reward_variance") < 1
-    assert torch.equal(again.final_weights(), first.final_weights())
 
 
 @pytest.mark.parametrize(
@@ -765,7 +750,7 @@ def test_the_same_flags_give_the_same_metrics(run, setup):
     [
         pytest.param(
             change,
-            id=f"{Path(change.setup).parent.name} {change.given}",
+            id=f"{Path(change.setup).parent.name} {change.check.__name__}",
             marks=pytest.mark.slow if change.is_slow else (),
         )
         for change in CHANGES
@@ -777,10 +762,3 @@ def test_a_flag_changes_what_it_promises(run, change):
     elif change.needs not in (None, "cuda"):
         pytest.importorskip(change.needs)
     change.check(run(change.setup, f"{change.also} {change.given}".strip()), run(change.setup, change.also))
-
-
-def test_a_kl_weight_of_zero_needs_no_reference(run):
-    new, old = run(BASE, "--kl-weight 0"), run(BASE)
-    assert (len(new.values("loss/kl")), len(old.values("loss/kl"))) == (0, 2)
-    assert (len(new.scoring_rows), len(old.scoring_rows)) == (0, 2)
-    assert_differ(new, old, "policy/ratio_max")

@@ -30,7 +30,7 @@ from harness.run.checkpoints import newest_checkpoint
 from harness.run.start import run_main
 
 TRAIN = "experiment_base/train.py"
-QUICK = ("--steps", "1", "--max-new-tokens", "2", "--eval-prompts", "2", "--eval-every", "0", "--device", "cpu")
+QUICK = ("--steps", "1", "--max-new-tokens", "2", "--eval-prompts", "1", "--eval-every", "0", "--device", "cpu")
 SMALL = ("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--name", "x")
 FEW_ROWS = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # faster to read and check
 GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
@@ -188,7 +188,7 @@ calls = 0
 def reward(row, text):
     global calls
     calls += 1
-    if calls > 80 and FAILS:
+    if calls > 16 and FAILS:  # in the second step
         raise RuntimeError(f"\\x1b[31m{text}")
     return arithmetic.reward(row, text)
 """
@@ -197,9 +197,8 @@ def reward(row, text):
 def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script):
     """With the file and row, without control characters, and no progress is lost."""
     Path("my_task.py").write_text("FAILS = True\n" + FAILS_LATER)
-    sizes = ("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6", "--name", "x")
     with pytest.raises(UserError) as caught:
-        train("--task", "my_task.py", "--steps", "4", "--checkpoint-every", "1", *sizes)
+        train("--task", "my_task.py", "--steps", "3", "--checkpoint-every", "1", *SMALL)
     place = r"--task my_task\.py: reward of .*math_tasks\.jsonl:\d+ raised RuntimeError: \ufffd\[31m"
     remedy = r"\(line 10 of my_task\.py\)\. When it is corrected, resume with: python .*/x$"
     assert re.match(f"{place}.*{remedy}", str(caught.value)), caught.value
@@ -208,7 +207,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
 
     Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
-    assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 4
+    assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 3
     Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since the correction
     with pytest.raises(UserError, match=r"^--task .*my_task\.py has changed since"):
         load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])

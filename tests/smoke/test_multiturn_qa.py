@@ -18,7 +18,7 @@ from harness.run.run import Run
 SCRIPT = "experiment_multiturn_qa/train.py"
 DOCUMENTS = {json.loads(line)["text"] for line in (ROOT / "data/qa_documents.jsonl").read_text().splitlines()}
 SMALL = (
-    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
+    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "1", "--eval-every", "0"),
     *("--checkpoint-every", "0", "--device", "cpu", "--name", "x"),
 )
 
@@ -74,7 +74,7 @@ def test_the_policy_reads_documents_of_the_index(run):
 
 
 def test_without_the_search_nothing_is_found(run):
-    directory, _ = run("--no-tool")
+    directory, _ = run("--no-tool", "--group-size", "2")
     assert not Path("runs/search_index").exists()
     metrics = rows_of(directory, "metrics")[1]
     assert metrics["reward/executed_calls"] == metrics["reward/retrieved"] == 0

@@ -60,13 +60,13 @@ def test_a_resumed_run_may_have_other_batch_sizes_and_no_other_settings(load_scr
 
 
 FLAGS = (
-    *("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6", "--eval-prompts", "1", "--steps", "1"),
-    *("--micro-batch-size", "16", "--generation-batch-size", "16", "--device", "cpu", "--eval-every", "0"),
+    *("--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "6", "--eval-prompts", "1", "--steps", "1"),
+    *("--micro-batch-size", "8", "--generation-batch-size", "8", "--device", "cpu", "--eval-every", "0"),
 )
 
 
 def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(load_script, tmp_path, monkeypatch):
-    """The test runs each command until memory suffices for a quarter of the rows."""
+    """The test runs each command until memory suffices for half of the rows."""
     monkeypatch.chdir(tmp_path)
     script = load_script("experiment_base/train.py")
     script.main([*FLAGS, "--name", "free"])
@@ -86,8 +86,8 @@ def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(loa
         except UserError as error:
             sentences.append(str(error))
             flags = shlex.split(sentences[-1].partition("resume with: ")[2])[2:]
-    assert len(sentences) == 2
-    helps = "--micro-batch-size 8, --tokens-per-micro-batch 1024, --generation-batch-size 8, --gradient-checkpointing"
+    assert len(sentences) == 1
+    helps = "--micro-batch-size 4, --tokens-per-micro-batch 1024, --generation-batch-size 4, --gradient-checkpointing"
     assert f"what helps: {helps}" in sentences[0]
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
     settings = json.loads((limited / "config.json").read_text())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_files import ROOT, finished, read_lines, write_rows
+from run_files import ROOT, read_lines, write_rows
 
 from common.errors import UserError
 
@@ -18,8 +18,8 @@ from harness.models.reward_loading import new_reward_model
 
 SAMPLE, SCORE = "rewards/reward_model/sample_responses.py", "rewards/reward_model/score_responses.py"
 PAIRS, CHATS = "rewards/reward_model/make_pairs.py", "imitation/sft/make_chats.py"
-# 14 prompts in batches of 2, the last shard of 3 with one batch more
-SMALL = ["--limit", "14", "--num-samples", "4", "--generation-batch-size", "8", "--max-new-tokens", "64"]
+# 8 prompts in batches of 2, the last shard of 3 with one batch more
+SMALL = ["--limit", "8", "--num-samples", "4", "--generation-batch-size", "8", "--max-new-tokens", "64"]
 CHAT = "/v1/chat/completions"
 
 
@@ -39,47 +39,63 @@ def make(load_script) -> Callable[..., bytes]:
     return run
 
 
+@pytest.fixture(scope="module")
+def made(load_script, tmp_path_factory) -> dict[str, Path]:
+    """By program, the complete file; its settings are beside it."""
+    place, flags = tmp_path_factory.mktemp("whole"), {SAMPLE: SMALL, CHATS: [*SMALL, "--keep-right"]}
+    paths = {program: place / f"{number}.jsonl" for number, program in enumerate(flags)}
+    for program, path in paths.items():
+        load_script(program).main([*flags[program], "--output", str(path)])
+    return paths
+
+
+def copied(path: Path, to: str) -> bytes:
+    """Copies a complete file and its settings to the working directory."""
+    shutil.copy(f"{path}.settings.json", f"{to}.settings.json")
+    return Path(shutil.copy(path, to)).read_bytes()
+
+
 @pytest.fixture
-def whole(make) -> bytes:
-    return make(SAMPLE, "whole.jsonl", *SMALL)
+def whole(made) -> bytes:
+    return copied(made[SAMPLE], "whole.jsonl")
 
 
 def test_a_row_has_the_prompt_and_its_rewarded_responses(whole):
     rows = read_lines(Path("whole.jsonl"))
-    assert [row["index"] for row in rows] == list(range(14))
-    questions = [row["question"] for row in read_lines(ROOT / "data" / "math_tasks.jsonl")[:14]]
+    assert [row["index"] for row in rows] == list(range(8))
+    questions = [row["question"] for row in read_lines(ROOT / "data" / "math_tasks.jsonl")[:8]]
     assert [row["prompt"] for row in rows] == questions
     responses = [response for row in rows for response in row["responses"]]
-    assert len(responses) == 14 * 4
-    assert len({response["text"] for response in responses}) > 14
+    assert len(responses) == 8 * 4
+    assert len({response["text"] for response in responses}) > 8
     for response in responses:
         assert set(response) == {"text", "finish_reason", "rewards", "style"}
         assert response["style"]["reasoned"] == float("</think>" in response["text"].partition("<answer>")[0])
     assert {response["rewards"]["correct"] for response in responses} == {0.0, 1.0}
 
 
-def test_shards_are_the_complete_file(make, whole):
+def test_shards_are_the_complete_file(make, made, whole):
     shards = [make(SAMPLE, f"part{n}.jsonl", *SMALL, "--shard", f"{n}/3") for n in (1, 2, 3)]
     assert b"".join(shards) == whole
-    assert [shard.count(b"\n") for shard in shards] == [4, 4, 6]
+    assert [shard.count(b"\n") for shard in shards] == [2, 2, 4]
     by = ["--by", "correct", "--generation-batch-size", "8"]
     scored = make(SCORE, "scored.jsonl", *by, "--responses", "whole.jsonl")
     parts = [make(SCORE, f"s{n}.jsonl", *by, "--responses", "whole.jsonl", "--shard", f"{n}/3") for n in (1, 2, 3)]
     assert b"".join(parts) == scored
     pairs = make(PAIRS, "pairs.jsonl", "--responses", "scored.jsonl")
     assert make(PAIRS, "pairs2.jsonl", "--responses", "s1.jsonl", "s2.jsonl", "s3.jsonl") == pairs
-    chats = make(CHATS, "chats.jsonl", *SMALL, "--keep-right")
     parts = [make(CHATS, f"c{n}.jsonl", *SMALL, "--keep-right", "--shard", f"{n}/3") for n in (1, 2, 3)]
-    assert b"".join(parts) == chats
+    assert b"".join(parts) == made[CHATS].read_bytes()
 
 
 @pytest.mark.parametrize("program", [SAMPLE, CHATS])
-def test_a_killed_command_is_continued(make, program, capsys):
+def test_a_killed_command_is_continued(make, made, program, capsys):
     """Wherever the kill has cut the file: within a line, behind one, within a batch, or before the first row."""
     flags = [*SMALL, *(["--keep-right"] if program == CHATS else [])]
-    whole = make(program, "whole.jsonl", *flags)
+    whole = copied(made[program], "whole.jsonl")
     lines = whole.splitlines(keepends=True)
-    for cut in (0, 10, len(lines[0]), sum(map(len, lines[:4])), sum(map(len, lines[:5])) + 30, len(whole) - 1):
+    cuts = (0, len(lines[0]), sum(map(len, lines[:4])), sum(map(len, lines[:5])) + 30, len(whole) - 1)
+    for cut in cuts if program == SAMPLE else cuts[-2:]:
         Path("out.jsonl").write_bytes(whole[:cut])
         shutil.copy("whole.jsonl.settings.json", "out.jsonl.settings.json")
         capsys.readouterr()
@@ -117,14 +133,14 @@ def test_wild_conversations_end_with_the_user(make):
 
 
 def test_splits_divide_conversations(make):
-    write_rows("wild.jsonl", [{"prompt": f"Add {n} and 1.", "conversation": n // 4} for n in range(80)])
+    write_rows("wild.jsonl", [{"prompt": f"Add {n} and 1.", "conversation": n // 4} for n in range(40)])
     flags = ["--prompts", "wild.jsonl", "--num-samples", "1", "--max-new-tokens", "1", "--splits", "sft=0.5", "rl=0.5"]
     sides = []
     for name in ("sft", "rl"):
         make(SAMPLE, f"{name}.jsonl", *flags, "--split", name)
         sides.append(Counter(row["conversation"] for row in read_lines(Path(f"{name}.jsonl"))))
     assert not sides[0].keys() & sides[1].keys()
-    assert sides[0] + sides[1] == dict.fromkeys(range(20), 4)
+    assert sides[0] + sides[1] == dict.fromkeys(range(10), 4)
     assert all(sides)
 
 
@@ -156,12 +172,12 @@ def drop(response: dict) -> dict:
 # Conversations to imitate ---------------------------------------------------------------------------------------------
 
 
-def test_only_right_answers_are_kept_with_or_without_thoughts(make):
-    questions = {row["question"]: row["answer"] for row in read_lines(ROOT / "data" / "math_tasks.jsonl")[:14]}
-    for thoughts in ("keep", "drop"):
-        make(CHATS, f"{thoughts}.jsonl", *SMALL, "--keep-right", "--thoughts", thoughts)
-        rows = read_lines(Path(f"{thoughts}.jsonl"))
-        assert 7 <= len(rows) <= 14
+def test_only_right_answers_are_kept_with_or_without_thoughts(make, made):
+    questions = {row["question"]: row["answer"] for row in read_lines(ROOT / "data" / "math_tasks.jsonl")[:8]}
+    make(CHATS, "dropped.jsonl", *SMALL, "--keep-right", "--thoughts", "drop")
+    for thoughts, path in (("keep", made[CHATS]), ("drop", Path("dropped.jsonl"))):
+        rows = read_lines(path)
+        assert 4 <= len(rows) <= 8
         for row in rows:
             user, assistant = row["messages"]
             assert (user["role"], assistant["role"]) == ("user", "assistant")
@@ -170,7 +186,7 @@ def test_only_right_answers_are_kept_with_or_without_thoughts(make):
 
 
 def test_answers_that_were_cut_off_are_not_kept(make):
-    assert make(CHATS, "chats.jsonl", "--limit", "6", "--max-new-tokens", "2") == b""
+    assert make(CHATS, "chats.jsonl", "--limit", "2", "--max-new-tokens", "2") == b""
 
 
 # Servers --------------------------------------------------------------------------------------------------------------
@@ -181,21 +197,21 @@ def test_a_server_responds(make, stand_in):
     served = [*SMALL, "--system-prompt", "", "--url"]
     server = stand_in()
     whole = make(SAMPLE, "whole.jsonl", *served, server.url)
-    assert [len(row["responses"]) for row in read_lines(Path("whole.jsonl"))] == [4] * 14
-    assert len({request["seed"] for request in server.requests}) == 14 * 4
+    assert [len(row["responses"]) for row in read_lines(Path("whole.jsonl"))] == [4] * 8
+    assert len({request["seed"] for request in server.requests}) == 8 * 4
     assert {(request["max_tokens"], request["model"]) for request in server.requests} == {(64, "policy")}
     parts = [make(SAMPLE, f"part{n}.jsonl", *served, stand_in().url, "--shard", f"{n}/2") for n in (1, 2)]
     assert b"".join(parts) == whole
 
 
-@pytest.mark.parametrize("program", [SAMPLE, CHATS])
+@pytest.mark.parametrize("program", [SAMPLE, pytest.param(CHATS, marks=pytest.mark.slow)])
 def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     served = [*SMALL, "--system-prompt", "", "--url"]
     whole = make(program, "whole.jsonl", *served, stand_in().url)
     server = stand_in()
 
     def die(_) -> None:
-        if server.calls[CHAT] > 5 * 8:  # in the sixth of seven batches
+        if server.calls[CHAT] > 2 * 8:  # in the third of four batches
             threading.Thread(target=server.stop).start()
             raise ConnectionAbortedError  # no answer: otherwise the batch could be complete before the server stops
 
@@ -206,7 +222,7 @@ def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     assert "\n" not in str(error.value)
     kept = Path("out.jsonl").read_bytes()
     assert whole.startswith(kept)
-    assert json.loads(kept.splitlines()[-1])["index"] in (8, 9)
+    assert json.loads(kept.splitlines()[-1])["index"] in (2, 3)
     other = stand_in()
     assert make(program, "out.jsonl", *served, other.url) == whole
     assert other.calls[CHAT] == 2 * 8
@@ -235,10 +251,3 @@ def test_thoughts_that_a_server_has_taken_out_are_put_back(make, stand_in):
     server.chat = lambda _: {"choices": []}
     with pytest.raises(UserError, match=r"^the server at \S+ has answered with something other"):
         make(CHATS, "wrong.jsonl", *flags, "keep")
-
-
-@pytest.mark.parametrize("program", [SAMPLE, SCORE, PAIRS, CHATS])
-def test_help(program):
-    result = finished(ROOT / program, "--help")
-    assert result.returncode == 0
-    assert "--output" in result.stdout

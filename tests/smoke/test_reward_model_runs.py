@@ -19,14 +19,17 @@ from harness.base.config import RunConfig
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
 from harness.models.reward_loading import load_reward_model
 
-SHORT = "--steps 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-prompts 3 --device cpu --kl-weight 0"
+SHORT = "--steps 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-prompts 1 --device cpu --kl-weight 0"
+NUM_ASKED = 9  # completions of an evaluation
+MIXED = ("--reward-weight", "preference=0.5", "--checkpoint-every", "1")
 
 
 @pytest.fixture(scope="module")
 def judge(load_script, tmp_path_factory):
     """The directory of a run that makes a reward model."""
     runs = tmp_path_factory.mktemp("runs")
-    flags = "--max-pairs 256 --eval-prompts 40 --eval-every 4 --lr 5e-4 --device cpu --name judge --checkpoint-every 0"
+    flags = "--max-pairs 96 --pairs-per-step 16 --eval-prompts 30 --eval-every 3 --checkpoint-every 0 --lr 1e-3 "
+    flags += "--device cpu --name judge"
     load_script("rewards/reward_model/train.py").main([*flags.split(), "--runs-dir", str(runs)])
     return runs / "reward_model" / "judge"
 
@@ -83,57 +86,50 @@ def serve(judge, monkeypatch):
 
 
 def test_a_reward_model_learns_which_answers_are_reasoned(judge):
-    """Eight steps are enough for that, and for nothing else."""
+    """Six steps are enough for that, and for nothing else."""
     summary, metrics = json_of(judge / "summary.json"), rows_of(judge)
     assert summary["eval/accuracy"] > 0.65 > summary["eval/accuracy_same_style"]
-    assert [row["step"] for row in metrics if "eval/accuracy" in row] == [4, 8]
+    assert [row["step"] for row in metrics if "eval/accuracy" in row] == [3, 6]
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"]
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_multiturn_tool_calling"])
-def test_its_score_is_a_component_of_the_reward(judge, run, experiment):
-    _, directory = run("mixed", "--reward-model", str(judge / "final"), "--reward-weight", "preference=0.5",
-                       experiment=experiment)  # fmt: skip
-    rows, metrics = rows_of(directory, "samples"), metrics_of(directory)
+@pytest.mark.parametrize(
+    "experiment", ["experiment_base", pytest.param("experiment_multiturn_tool_calling", marks=pytest.mark.slow)]
+)
+def test_its_score_is_a_component_of_the_reward(judge, run, serve, load_script, experiment):
+    """A server trains the same policy; one that dies loses no step."""
+    metrics, directory = run("here", "--reward-model", str(judge / "final"), *MIXED, experiment=experiment)
+    rows = rows_of(directory, "samples")
     assert all("preference" in row["rewards"] for row in rows)
     assert len({row["rewards"]["preference"] for row in rows}) > 1
     assert {"reward/preference", "eval/greedy/reward_preference"} <= set().union(*metrics)
-    if experiment == "experiment_base":
-        model = load_reward_model(str(judge / "final"), "cpu", torch.float32)
-        for row in rows[:4]:
-            question, answer = {"role": "user", "content": row["question"]}, {"role": "assistant"}
-            ids = encode_conversation(model.tokenizer, [question, answer | {"content": row["text"]}])
-            assert row["rewards"]["preference"] == pytest.approx(score_rows(model, [ids], 1)[0], abs=1e-5)
-        means = [row for row in metrics if "reward/total" in row]
-        for row in means:
-            assert row["reward/total"] == pytest.approx(row["reward/correct"] + 0.5 * row["reward/preference"])
+    if experiment != "experiment_base":
+        return
+    model = load_reward_model(str(judge / "final"), "cpu", torch.float32)
+    for row in rows[:4]:
+        question, answer = {"role": "user", "content": row["question"]}, {"role": "assistant"}
+        ids = encode_conversation(model.tokenizer, [question, answer | {"content": row["text"]}])
+        assert row["rewards"]["preference"] == pytest.approx(score_rows(model, [ids], 1)[0], abs=1e-5)
+    for row in (row for row in metrics if "reward/total" in row):
+        assert row["reward/total"] == pytest.approx(row["reward/correct"] + 0.5 * row["reward/preference"])
 
-
-def test_a_server_trains_the_same_policy(judge, run, serve):
-    here, _ = run("here", "--reward-model", str(judge / "final"), "--reward-weight", "correct=0")
-    there, _ = run("there", "--reward-model-url", serve.url, "--reward-weight", "correct=0")
-    for row, other in zip(here, there, strict=True):
+    serve.left = NUM_ASKED + 2 * 8 - 4  # it dies in the last step
+    with pytest.raises(UserError, match=r"has not answered POST /pooling.*when the engine can be used again, resume"):
+        run("there", "--reward-model-url", serve.url, *MIXED)
+    serve.left = 10**6
+    load_script("experiment_base/train.py").main(["--resume", str(directory.with_name("there"))])
+    resumed = metrics_of(directory.with_name("there"))
+    assert [row["step"] for row in resumed] == [0, 1, 2, 2]
+    for row, other in zip(resumed, metrics, strict=True):
         assert row == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in other.items()}
     assert set(serve.calls) == {("judge", "classify", False)}
 
 
-def test_a_server_that_dies_loses_no_step(run, serve, load_script):
-    flags = ("--reward-model-url", serve.url, "--steps", "3")
-    expected, whole = run("whole", *flags)
-    serve.left = serve.calls.total() - 3 * 9 - 4  # within the last step, before the evaluations at the end
-    with pytest.raises(UserError, match=r"has not answered POST /pooling.*when the engine can be used again, resume"):
-        run("torn", *flags)
-    serve.left = 10**6
-    load_script("experiment_base/train.py").main(["--resume", str(whole.parent / "torn")])
-    resumed = metrics_of(whole.parent / "torn")
-    assert resumed == expected
-
-
-@pytest.mark.parametrize("answer", [{"data": [{"data": [0.1, 0.2]}]}, {"data": []}, {"data": [{"data": ["x"]}]}])
-def test_a_server_of_another_kind_is_refused(judge, run, serve, answer):
-    serve.answer = answer
-    with pytest.raises(UserError, match="other than one number"):
-        run("wrong", "--reward-model-url", serve.url)
+def test_a_server_of_another_kind_is_refused(run, serve):
+    for number, answer in enumerate(([{"data": [0.1, 0.2]}], [], [{"data": ["x"]}])):
+        serve.answer = {"data": answer}
+        with pytest.raises(UserError, match="other than one number"):
+            run(f"wrong{number}", "--reward-model-url", serve.url)
 
 
 def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(judge, run):
@@ -185,17 +181,8 @@ def test_a_run_ends_early_when_it_is_found(judge, run, monkeypatch):
         return check(self, metrics | other | {"step": metrics["step"]})
 
     monkeypatch.setattr(Diagnosis, "check", check_other_values)
-    flags = (
-        "--reward-model",
-        str(judge / "final"),
-        "--stop-when",
-        "over-optimised",
-        "--steps",
-        "9",
-        "--eval-every",
-        "1",
-    )
-    metrics, directory = run("early", *flags)
+    flags = ("--stop-when", "over-optimised", "--steps", "9", "--eval-every", "1", "--eval-prompts", "3")
+    metrics, directory = run("early", "--reward-model", str(judge / "final"), *flags)
     assert max(row["step"] for row in metrics) == 2
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_2"]
     assert (directory / "summary.json").exists()

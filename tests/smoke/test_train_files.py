@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from run_files import ROOT, finished, json_of, rows_of, write_rows
 
+import viewer
 from common.errors import UserError
 from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
@@ -110,7 +111,11 @@ def test_help_explains_the_flags_of_the_experiment_and_names_the_others(path):
     assert lines == [f"{title.removesuffix(' options')}: {' '.join(flags)}" for title, flags in others]
 
 
-@pytest.mark.parametrize("program", ["evaluate.py", "chat.py", "export.py"])
+PROGRAMS = ("evaluate.py", "chat.py", "export.py", "imitation/sft/make_chats.py")
+PROGRAMS += tuple(f"rewards/reward_model/{name}.py" for name in ("sample_responses", "score_responses", "make_pairs"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_explains_all_of_few_flags(program):
     assert help_of(ROOT / program, flag="--help") == help_of(ROOT / program)
 
@@ -185,7 +190,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, name):
     has_engine = name == "scale/engine"
     result = finished(
         ROOT / name / "train.py",
-        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
+        *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "1", "--name", "smoke"),
         *(("--engine-start", sys.executable) if has_engine else ()),
         cwd=tmp_path,
         env=os.environ | ({"PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, ROOT)))} if has_engine else {}),
@@ -304,16 +309,14 @@ def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("path", sorted(in_experiments("train_*.py")), ids=lambda path: path.stem)
-def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, load_script):
+def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, monkeypatch):
     """Its run is the experiment's, and is resumed under either name."""
-    assert "--steps" in finished(path, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
+    monkeypatch.setattr(viewer, "draw_run", lambda _: None)
     flags = "--steps 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-prompts 1 --device cpu --name x"
-    result = finished(path, *flags.split(), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    run = tmp_path / "runs" / path.parent.name / "x"
+    run_here(path, *flags.split(), "--runs-dir", str(tmp_path))
+    run = tmp_path / path.parent.name / "x"
     assert json_of(run / "config.json")["command"][0] == str(path.with_name("train.py"))
-    result = finished(path, "--resume", run, "--steps", "2")
-    assert "after step 1" in result.stdout, result.stderr
+    assert "after step 1" in run_here(path, "--resume", str(run), "--steps", "2")
     assert [row["step"] for row in rows_of(run) if "loss/total" in row] == [1, 2]
 
 
