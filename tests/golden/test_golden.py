@@ -323,6 +323,7 @@ def check_samples(directory: Path) -> None:
     """The sampled tokens, and what updates made of them, agree with one another."""
     texts = {row["id"]: row["text"] for row in read_lines(directory / "tokens.jsonl")}
     tokenizer, config = AutoTokenizer.from_pretrained(directory / "final"), json_of(directory / "config.json")
+    weights = {"format": 0} | {name: float(x) for name, x in (pair.split("=") for pair in config["reward_weight"])}
     for row in samples_of(directory):
         mask, start, old, ref = (row[key] for key in ("action_mask", "prompt_length", "old_log_probs", "log_probs_ref"))
         lists = [(row, key) for key in ("ids", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")]
@@ -340,7 +341,8 @@ def check_samples(directory: Path) -> None:
             assert row["finish_reason"] == ("stop" if row["ids"][-1] == tokenizer.eos_token_id else "length")
         if is_sampled and config["task"] == "arithmetic":
             assert row["rewards"].items() >= arithmetic.reward(row, row["text"]).items()
-            assert row["return"] == pytest.approx(row["rewards"]["correct"] + row["rewards"].get("varied", 0), abs=1e-5)
+            total = sum(weights.get(name, 1) * value for name, value in row["rewards"].items())
+            assert row["return"] == pytest.approx(total, abs=1e-5)
         for update in row["updates"]:
             if update["epoch"] == update["minibatch"] == 0 and is_sampled:
                 assert update["log_probs"] == pytest.approx(row["sampler_log_probs"], abs=1e-4)

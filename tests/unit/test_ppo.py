@@ -171,15 +171,6 @@ def test_a_value_has_not_seen_the_token_that_it_is_about(make_policy):
     torch.testing.assert_close(policy.values(padded, longer)[:1, :6], values, atol=1e-5, rtol=0)
 
 
-def test_packing_changes_no_value(make_policy):
-    policy = teach(ActorCritic(make_policy()))
-    experience = rows_of(policy)
-    packed = token_values(policy, experience, 8)
-    policy.packing = None
-    torch.testing.assert_close(token_values(policy, experience, 8), packed, atol=1e-5, rtol=0)
-    assert packed.any()
-
-
 def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, capsys):
     """StableLM's attention does not know the borders of packed rows: packed, every gradient was NaN."""
     from transformers import StableLmConfig, StableLmForCausalLM
