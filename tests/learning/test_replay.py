@@ -118,7 +118,7 @@ class Replay:
         rel = 1e-4 if step == 1 else 1e-3  # after an update of AdamW, which enlarges the rounding of small gradients
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=rel, abs=1e-6)
         assert found["lr"] == pytest.approx(self.config["lr"] * self.share_of_rate(step))
-        assert any(key.startswith("eval/") for key in found)
+        assert self.name == "sft" or any(key.startswith("eval/") for key in found)  # of two rows, none is held out
         assert (self.name in GIVEN) == ("policy/sampling_log_prob_difference" not in found)
         # the flags reach every limit
         assert step == 2 or all(found[key] for key in ("policy/clipped", "policy/capped") if key in found)
