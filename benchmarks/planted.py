@@ -260,7 +260,7 @@ TRAPS = {
         title="KL averaged over padding",
         plant=kl_over_padding,
         setting="kl",
-        test="unit/test_loss.py::test_padding_does_not_change_the_loss",
+        test="unit/test_loss.py::test_terms_and_pushes_equal_a_slow_loop",
     ),
     "reference_dropout": Trap(
         title="reference with dropout",

@@ -24,8 +24,8 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "policy_gradients/cispo": [("cispo", {})],
     "policy_gradients/ppo": [("grpo", {})],  # the loss of its critic: tests/unit/test_ppo.py
 }
-# Their formulas have one line, are about pairs, or need a teacher: see tests/unit/test_sft.py, test_reinforce.py,
-# test_dpo.py and test_distill.py, and tests/models/test_reward_model.py
+# Their formulas have one line, are about pairs, or need a teacher: see learning/test_replay.py, unit/test_dpo.py and
+# test_distill.py, and models/test_reward_model.py
 ONE_LINE = {"imitation/sft", "policy_gradients/reinforce", "rewards/reward_model", "rewards/dpo", "imitation/distill"}
 TOKEN_MEAN = {"dapo", "cispo"}  # divided by the number of all tokens, not by rows
 # Flags, narrow enough that the tests' ratios are clipped

@@ -263,6 +263,10 @@ def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The distance of logits (N, V), relative to the norm of `expected`; the means of both do not matter."""
+    """The distance of logits (N, V), relative to the norm of `expected`; the means of both do not matter.
+
+    >>> _distance(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 2.0]]))
+    0.0
+    """
     found, expected = (logits.float() - logits.float().mean(dim=-1, keepdim=True) for logits in (found, expected))
     return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 import viewer
 from common.errors import UserError
-from common.parallel import is_main
+from common.parallel import call_once, is_main, rank
 from tasks import arithmetic
 
 from harness.base.places import in_experiments
@@ -87,7 +87,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "rewards/reward_model": Row(),
     "rewards/dpo": Row(),
     "imitation/sft": Row(
-        "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 2", slow="padded two three"
+        "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3", slow="padded two three"
     ),
     "imitation/distill": Row(),
     "scale/engine": Row("--engine-url URL"),
@@ -178,7 +178,7 @@ def main(place: str, url: str, *names: str) -> None:
                 killed(directory, step=1)
             distributed.barrier()
             script.main(["--resume", str(directory.with_name("killed"))])
-    distributed.barrier()
+    assert call_once(rank, for_all=True) == 0  # what costs money is paid once
     leave(0)  # the usual end of several processes: threads of a process group can abort an ordinary exit
 
 
@@ -300,6 +300,7 @@ def test_a_run_is_complete_and_consistent(alone, name):
     assert bool(skipped) == ("not finite" in name)
     assert len(steps) >= 2
     assert all(isinstance(value, int | float) and math.isfinite(value) for row in metrics for value in row.values())
+    assert metrics[0]["step"] == 0 or name == "rewards/reward_model"  # evaluated before training
     before, after = ({key for key in row if key.startswith("eval/")} for row in (metrics[0], metrics[-1]))
     assert before <= after
     assert after or "eval/accuracy" in summary
@@ -322,6 +323,9 @@ def check_samples(directory: Path) -> None:
     """The sampled tokens, and what updates made of them, agree with one another."""
     texts = {row["id"]: row["text"] for row in read_lines(directory / "tokens.jsonl")}
     tokenizer, config = AutoTokenizer.from_pretrained(directory / "final"), json_of(directory / "config.json")
+    weights = {"format": 0} | {
+        name: float(x) for name, x in (pair.split("=") for pair in config.get("reward_weight", ()))
+    }
     for row in samples_of(directory):
         mask, start, old, ref = (row[key] for key in ("action_mask", "prompt_length", "old_log_probs", "log_probs_ref"))
         lists = [(row, key) for key in ("ids", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")]
@@ -339,6 +343,8 @@ def check_samples(directory: Path) -> None:
             assert row["finish_reason"] == ("stop" if row["ids"][-1] == tokenizer.eos_token_id else "length")
         if is_sampled and config["task"] == "arithmetic":
             assert row["rewards"].items() >= arithmetic.reward(row, row["text"]).items()
+            total = sum(weights.get(name, 1) * value for name, value in row["rewards"].items())
+            assert row["return"] == pytest.approx(total, abs=1e-5)
         for update in row["updates"]:
             if update["epoch"] == update["minibatch"] == 0 and is_sampled:
                 assert update["log_probs"] == pytest.approx(row["sampler_log_probs"], abs=1e-4)

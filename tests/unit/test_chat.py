@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.chat import encode_prompt
-from common.chat_template import TEMPLATE_DATE
+from common.chat_template import TEMPLATE_DATE, end_of_turn
 from common.given_answers import encode_chat
 
 from harness.models.loading import find_end_of_turn_ids
@@ -61,6 +61,12 @@ def test_the_mask_ends_with_the_end_of_turn_token(tokenizer):
     # <|im_start|> user \n 2 + 3 <|im_end|> \n <|im_start|> assistant \n | <answer> 5 </answer> <|im_end|> | \n
     assert mask == [0] * 11 + [1] * 4 + [0]
     assert [tokenizer.decode(token) for token in ids[11:]] == ["<answer>", "5", "</answer>", "<|im_end|>", "\n"]
+
+
+def test_the_end_of_a_turn_is_the_first_after_its_text(tokenizer):
+    turns = [f"{text}{tokenizer.eos_token}" for text in ("a", "longer than a marker", "b")]
+    end = end_of_turn(tokenizer, "".join(turns), "longer than a marker", (tokenizer.eos_token_id,))
+    assert end == len(turns[0] + turns[1])
 
 
 def test_the_mask_covers_all_assistant_turns_and_nothing_else(tokenizer):

@@ -90,6 +90,7 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
     for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):
         config = parse(load_script, "--model", model)
         assert {name: getattr(config, name) for name in RESOLVED["tiny"]} == RESOLVED["tiny"]
+    assert parse(load_script, "--model", "tiny", "--lora-rank", "2").lr == 10 * RESOLVED["tiny"]["lr"]
     config = parse(load_script, "--model", "owner/name", "--lr", "0.5")
     assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"] | {"lr": 0.5}
 

@@ -325,6 +325,7 @@ def test_libraries_are_examined_through_adapters(examine_text, library, constant
 # What cannot be examined --------------------------------------------------------------------------------------------
 
 LOSS = "import torch\ndef policy_loss(log_probs, old_log_probs, advantages, mask):\n    "
+INPUTS = "def generate_inputs(prompts, pad_id): return "
 UNUSABLE = {
     "syntax": ("x = 1\ndef policy_loss(:\n", "SyntaxError: invalid syntax (line 2 of my_loss.py)"),
     "no function": ("x = 1", "docs/loss_template.py"),
@@ -343,7 +344,8 @@ UNUSABLE = {
     "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
     "advantages": ("def advantages(returns): return returns.mean()", "a tensor of shape (3, 4), not ()"),
     "mask": ("def action_mask(sequences, prompt_lengths): return sequences > 0", "(3, 8), (B, T-1): entry t"),
-    "inputs": ("def generate_inputs(prompts, pad_id): return prompts", "two tensors of shape (3, 4)"),
+    "inputs": (INPUTS + "prompts", "two tensors of shape (3, 4)"),
+    "other inputs": (f"import torch\n{INPUTS}(torch.ones(2, 4),) * 2", "two tensors of shape (3, 4)"),
     "log-probs": ("def log_probs(logits, sequences, temperature): return logits", "(2, 5), (B, T-1), not (2, 6, 11)"),
 }
 

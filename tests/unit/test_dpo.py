@@ -1,6 +1,5 @@
 """DPO: its loss against a slow loop and TRL, and runs of the bundled policy on a few pairs."""
 
-import copy
 import itertools
 import math
 from collections import defaultdict
@@ -11,21 +10,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from run_files import ROOT, json_of, launch, metrics_of, rows_of, write_rows
-from safetensors.torch import load_file
+from run_files import json_of, metrics_of, rows_of, write_rows
 
-from common.chat import encode_prompt
 from common.experience import Experience, collate
-from common.logprobs import token_log_probs
-from common.policy import Policy
 from common.preferences import preference_metrics
 from viewer.panels import panels_of
 from viewer.report import count_rows_per_step, write_report
 
 from harness.logs.statistics import RowUpdate, UpdateStatistics, pair_metrics
-from harness.models.loading import load_policy
 from harness.models.reward_loading import new_reward_model
-from harness.task.pairs import Pair, add_reference, load_pairs, read_pairs
+from harness.task.pairs import load_pairs, read_pairs
 
 PAIRS = [
     {"prompt": f"What is {a} + {b}?", "chosen": f"<think>{a}+{b}={a + b}</think><answer>{a + b}</answer>"}
@@ -49,14 +43,6 @@ def config(train, tmp_path):
     sizes = {"eval_prompts": 3, "pairs_per_step": 3, "micro_batch_size": 3}
     settings = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa", "beta": BETA}
     return train.Config(data=str(tmp_path / "pairs.jsonl"), **sizes, **settings)
-
-
-@pytest.fixture
-def policy_and_pairs(config) -> tuple[Policy, list[Pair]]:
-    policy = load_policy(config)
-    pairs, _ = load_pairs(config, policy, read_pairs(config))
-    add_reference(policy, pairs, 4)
-    return policy, pairs
 
 
 def values(seed: int) -> torch.Tensor:
@@ -114,18 +100,6 @@ def test_ignored_tokens_change_nothing(train, make_experience):
         assert all(torch.equal(ours, others) for ours, others in zip(found, expected, strict=True))
 
 
-def test_log_probs_are_summed_and_not_averaged(train, make_experience):
-    """Moving every token of an answer by the same amount moves its score by the number of its tokens."""
-    reference = values(1)
-    moved = reference + 0.5 * (INDEX[:, None] == 0)  # each token of the chosen answers is half a nat more probable
-    terms, gradient = loss_of(train, moved, experience_of(make_experience, reference))
-    expected = sum(math.log1p(math.exp(-BETA * 0.5 * length)) for length in (4, 3)) / 2
-    assert terms.sum().item() == pytest.approx(expected, abs=1e-12)
-    lengths = MASK.sum(dim=1)
-    assert torch.allclose(gradient.sum(dim=1).abs() / lengths, gradient.abs().amax(dim=1))  # no answer is diluted
-    assert len(set(lengths[:2].tolist())) == 2
-
-
 def test_loss_and_gradient_equal_trl(train, make_experience):
     trainer = pytest.importorskip("trl", reason="TRL is not installed").DPOTrainer
     log_probs, reference = values(0).float(), values(1).float()
@@ -152,48 +126,6 @@ def test_loss_and_gradient_equal_trl(train, make_experience):
 
 
 # the update ---------------------------------------------------------------------------------------------------------
-
-
-def updated(train, config, policy: Policy, pairs: list[Pair], micro_batch_size: int) -> tuple:
-    """Statistics of an update with SGD, and the policy after it."""
-    policy, config = copy.deepcopy(policy), replace(config, micro_batch_size=micro_batch_size)
-    batch = collate([row for pair in pairs[:3] for row in pair.rows], policy.pad_id)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    return train.update(config, policy, optimizer, batch), policy
-
-
-def test_micro_batches_change_nothing(train, config, policy_and_pairs):
-    """Nor do they change the order of a pair: rows are sorted by length, and the chosen one can be second."""
-    (whole, expected), (parts, found) = (updated(train, config, *policy_and_pairs, size) for size in (3, 1))
-    for name, weight in expected.named_parameters():
-        torch.testing.assert_close(found.get_parameter(name), weight, rtol=1e-5, atol=1e-7)
-    assert whole.metrics()["loss/total"] == pytest.approx(parts.metrics()["loss/total"], rel=1e-6)
-    assert whole.rows.keys() == parts.rows.keys()
-
-
-def test_the_end_of_the_turn_is_learned_and_the_prompt_is_not(policy_and_pairs, train, config):
-    policy, pairs = policy_and_pairs
-    statistics, _ = updated(train, config, policy, pairs, 3)
-    for pair in pairs[:3]:
-        prompt = encode_prompt(policy.tokenizer, [{"role": "user", "content": pair.chosen.question}])
-        for row, sign in zip(pair.rows, (1, -1), strict=True):
-            push = statistics.rows[row.prompt_index, row.completion_index][0].measurements["push"]
-            ends = [place for place, token in enumerate(row.ids) if token in policy.end_of_turn_ids]
-            assert row.ids[: len(prompt)] == prompt
-            assert ends[-1] >= len(prompt)
-            assert not push[: len(prompt) - 1].any()
-            assert (sign * push[len(prompt) - 1 : ends[-1]] > 0).all()  # the last of them is the end of the turn
-            assert not push[ends[-1] :].any()
-
-
-def test_a_score_is_zero_before_training(train, config, policy_and_pairs):
-    policy, pairs = policy_and_pairs
-    batch = collate([row for pair in pairs for row in pair.rows], policy.pad_id)
-    scores = train.token_scores(config, token_log_probs(policy, batch, 3), batch).sum(dim=1)
-    assert scores.abs().max() < 1e-5
-    assert batch.sampler_log_probs.requires_grad is False
-    statistics, _ = updated(train, config, policy, pairs, 3)
-    assert statistics.metrics()["loss/total"] == pytest.approx(math.log(2), abs=1e-5)
 
 
 def test_equal_scores_count_half_in_training_as_in_the_evaluation(load_script, config):
@@ -259,37 +191,9 @@ def test_the_terms_of_samples_add_up_to_the_logged_loss(run):
     assert "eval/log_prob_rejected" in panels["log-prob of an answer"]
 
 
-def test_a_resumed_run_is_the_same_bit_by_bit(run, train):
-    """The reference is computed again from the policy at the start, and not from the checkpoint."""
-    directory = run("--epochs", "2", "--checkpoint-every", "2")
-    expected = metrics_of(directory), load_file(directory / "final" / "model.safetensors")
-    step = max(directory.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
-    for path in directory.glob("checkpoints/step_*"):
-        if path != step.with_name("step_4"):
-            path.rename(directory / f"not_{path.name}")
-    train.main(["--resume", str(directory)])
-    assert metrics_of(directory) == expected[0]
-    found = load_file(directory / "final" / "model.safetensors")
-    assert all(torch.equal(weight, found[name]) for name, weight in expected[1].items())
-
-
 def test_a_new_adapter_is_compared_with_its_base(run):
     """All scores are 0 at first, and only the adapter is saved."""
     directory = run("--lora-rank", "2", "--max-pairs", "4")
     first = metrics_of(directory)[1]
     assert first["loss/total"] == pytest.approx(math.log(2), abs=1e-5)
     assert (directory / "final" / "adapter_config.json").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(run, tmp_path):
-    alone = run("--epochs", "2", "--micro-batch-size", "1").rename(tmp_path / "alone")
-    flags = ["--data", str(tmp_path / "pairs.jsonl"), *FLAGS.split(), "--epochs", "2", "--micro-batch-size", "1"]
-    launch(2, ROOT / "rewards/dpo" / "train.py", *flags, "--runs-dir", str(tmp_path / "two"))
-    together = tmp_path / "two" / "dpo" / "x"
-    for one, two in zip(metrics_of(alone), metrics_of(together), strict=True):
-        assert one.keys() == two.keys()
-        near = {name for name, value in one.items() if two[name] == pytest.approx(value, rel=2e-3, abs=2e-4)}
-        assert {name for name in one.keys() - near if "accuracy" not in name} == set()
-    weights, others = (load_file(path / "final" / "model.safetensors") for path in (alone, together))
-    assert max((weight - others[name]).abs().max() for name, weight in weights.items()) < 1e-4

@@ -351,14 +351,14 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     hostile = "\x1b]0;title\x07 <answer>\u202e1</answer>\r\n" + "x" * 9000
     row = Row({"question": "What\x1b[31m is 1+1?", "answer": "2\x07"})
     row.question, row.place = row["question"], "rows\x1b.jsonl:1"
-    task = SimpleNamespace(eval_rows=[row] * 3, file=SimpleNamespace(right_answer=lambda row: row["answer"]))
+    task = SimpleNamespace(eval_rows=[row] * 4, file=SimpleNamespace(right_answer=lambda row: row["answer"]))
     greedy = [Answer(0.5, "\x1b1", 9, False, {}), Answer(1.0, "2", 9, False, {}), Answer(0.0, None, 9, True, {})]
-    page = failures(task, Answers(greedy, [hostile, "", ""], [[greedy[1], greedy[0]], [], []]))
+    greedy.append(Answer(0.0, None, 9, False, {}))
+    page = failures(task, Answers(greedy, [hostile, "", "", ""], [[greedy[1], greedy[0]], [], [], []]))
     assert all(character.isprintable() or character == "\n" for character in page)
-    assert page.startswith("2 of 3 questions: the greedy answer is wrong\n")
-    assert "question 0" in page
-    assert "question 1" not in page
-    assert ": cut off\n" in page
+    assert page.startswith("3 of 4 questions: the greedy answer is wrong\n")
+    kinds = [line.split(": ")[1] for line in page.splitlines() if line.startswith("question ")]
+    assert kinds == ["wrong answer", "cut off", "no answer"]
     assert "samples: 1 of 2 right; 2 (1), \ufffd1 (1)" in page
     assert "characters ..." in page  # a long completion is cut in its middle
     assert len(page) < 6000

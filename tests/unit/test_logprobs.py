@@ -279,7 +279,7 @@ def test_rows_are_padded_where_attention_is_eager(batch):
     model = make_model("llama")
     model.set_attn_implementation("eager")
     policy = Policy(model, None, [2], pad_id=0)
-    assert policy.packing is None
+    assert (policy.packing, policy.temperature) == (None, 1)
     assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
 
 

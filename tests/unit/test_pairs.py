@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from common.errors import UserError
 from common.preferences import preference_metrics
 
-from harness.task.pairs import load_pairs, read_pairs, read_rows
+from harness.task.pairs import load_pairs, read_pairs
 
 ROW = {"prompt": "What is 1 + 2?", "chosen": "<answer>3</answer>", "rejected": "<answer>4</answer>"}
 
@@ -171,21 +171,6 @@ def test_calls_and_tools_of_pairs_are_read(load, tokenizer):
     text, learned = text_of(tokenizer, pair.chosen)
     assert "Tools: add(a, b)" in text
     assert learned == '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
-
-
-def test_the_bundled_pairs_are_about_other_questions_than_the_held_out_ones(load_script):
-    """And both about others than those that a policy is evaluated on."""
-    train = load_script("rewards/reward_model/train.py")
-    from tasks.arithmetic import EVAL_DATA
-
-    from harness.task import pairs
-
-    rows, held_out = (read_rows(str(path), pairs.FIELDS) for path in (pairs.PAIRS, pairs.HELD_OUT))
-    questions = {row["question"] for row in read_rows(str(EVAL_DATA), {"question": str})}
-    asked, asked_later = ({row["prompt"] for row in some} for some in (rows, held_out))
-    assert (len(rows), len(held_out)) == (3000, train.Config.eval_prompts)
-    assert not asked & asked_later
-    assert not (asked | asked_later) & questions
 
 
 def test_the_figures_of_a_judge_equal_slow_loops():

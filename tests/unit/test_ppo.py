@@ -10,12 +10,10 @@ from common.advantages import STD_EPS, explained_variance, final_rewards, genera
 from common.critic import ActorCritic, token_values
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
-from common.loss import clipped_value_loss
 from common.policy import Policy
 from common.sampling import sample
 
 from harness.models.loading import check_computation
-from harness.models.saving import load_weights, save_policy
 
 MASK = torch.tensor(
     [
@@ -75,27 +73,6 @@ def test_values_and_rewards_at_tools_and_padding_are_never_read(gamma, gae_lambd
     assert (expected[~is_action] == 0).all()
 
 
-def test_a_tools_answer_does_not_decay_the_reward():
-    """Without a critic, at lambda 0.95: 0.95 for each later token of the policy, not for those of the tool."""
-    mask, values = torch.tensor([[1, 1, 0, 0, 0, 1, 1]]), torch.zeros(1, 7)
-    rewards = final_rewards(torch.tensor([1.0]), mask)
-    found = generalized_advantages(rewards, values, mask, 1.0, 0.95)[mask.bool()]
-    torch.testing.assert_close(found, 0.95 ** torch.tensor([3.0, 2.0, 1.0, 0.0]))
-    naive = naive_advantages(rewards, values, mask, 1.0, 0.95)[mask.bool()]
-    torch.testing.assert_close(naive, 0.95 ** torch.tensor([6.0, 5.0, 1.0, 0.0]))
-
-
-def test_at_lambda_1_an_advantage_is_the_return_minus_the_value():
-    """Equation 18; with a critic that predicts 0, every token has the return itself."""
-    returns = random_values(len(MASK), seed=2)
-    rewards = final_rewards(returns, MASK)
-    assert rewards.sum(dim=1).tolist() == (returns * MASK.any(dim=1)).tolist()
-    found = generalized_advantages(rewards, VALUES, MASK, 1.0, 1.0)
-    torch.testing.assert_close(found, (returns[:, None] - VALUES) * MASK, atol=1e-12, rtol=0)
-    without = generalized_advantages(rewards, torch.zeros_like(VALUES), MASK, 1.0, 1.0)
-    assert torch.equal(without, returns[:, None] * MASK)
-
-
 def test_whitened_advantages_ignore_padding(monkeypatch):
     """Over the action tokens of all ranks: halves of the rows on two ranks get what one rank gives them."""
     advantages = torch.where(MASK.bool(), 3 + 5 * VALUES, math.nan)
@@ -136,9 +113,9 @@ def test_explained_variance_is_about_action_tokens():
     assert explained_variance(VALUES, torch.ones(len(MASK), 1), MASK) == 0
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), DISCOUNTS)
-def test_a_run_with_a_perfect_critic_explains_everything(train, tmp_path, monkeypatch, gamma, gae_lambda):
+def test_a_run_with_a_perfect_critic_explains_everything(train, tmp_path, monkeypatch):
     """Whose values are the discounted return that is left, here of rewards of 0, 1, ... for the rows."""
+    gamma, gae_lambda = 0.9, 0.7
 
     def perfect(policy, experience, micro_batch_size):
         left = experience.action_mask.flip(1).cumsum(dim=1).flip(1) - 1  # action tokens that follow
@@ -178,17 +155,6 @@ def teach(policy: ActorCritic) -> ActorCritic:
     return policy
 
 
-def test_a_new_critic_predicts_0_and_the_policy_is_unchanged(make_policy):
-    plain = make_policy()
-    policy, experience = ActorCritic(plain), rows_of(plain)
-    expected = plain(experience.sequences, experience.action_mask)
-    found = policy(experience.sequences, experience.action_mask)
-    assert torch.equal(found.log_probs, expected.log_probs)
-    assert torch.equal(found.entropy, expected.entropy)
-    assert not found.values.any()
-    assert policy.model is plain.model
-
-
 def test_a_value_has_not_seen_the_token_that_it_is_about(make_policy):
     """Nor later ones, nor the padding, nor other rows; it depends on the token before."""
     policy = teach(ActorCritic(make_policy()))
@@ -203,15 +169,6 @@ def test_a_value_has_not_seen_the_token_that_it_is_about(make_policy):
     padded = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 0, 0], [3, 4, 0, 0, 0, 0, 0, 0, 0]])
     longer = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
     torch.testing.assert_close(policy.values(padded, longer)[:1, :6], values, atol=1e-5, rtol=0)
-
-
-def test_packing_changes_no_value(make_policy):
-    policy = teach(ActorCritic(make_policy()))
-    experience = rows_of(policy)
-    packed = token_values(policy, experience, 8)
-    policy.packing = None
-    torch.testing.assert_close(token_values(policy, experience, 8), packed, atol=1e-5, rtol=0)
-    assert packed.any()
 
 
 def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, capsys):
@@ -239,26 +196,6 @@ def test_a_model_that_must_be_padded_is_padded_in_both_parts(train, update, caps
     gradient = gradient_of_update(train, update, policy, experience)
     assert gradient.isfinite().all()
     assert gradient.norm() > 0.01
-
-
-def test_actor_and_critic_share_no_gradient(make_policy):
-    policy = teach(ActorCritic(make_policy()))
-    experience = rows_of(policy)
-    for name, other in (("log_probs", policy.critic), ("values", policy.model)):
-        policy.zero_grad()
-        getattr(policy(experience.sequences, experience.action_mask), name).sum().backward()
-        assert all(weight.grad is None or not weight.grad.any() for weight in other.parameters())
-        own = policy.critic if other is policy.model else policy.model
-        assert any(weight.grad is not None and weight.grad.any() for weight in own.parameters())
-
-
-def test_a_saved_critic_is_read_back(make_policy, tokenizer, tmp_path):
-    policy = teach(ActorCritic(make_policy(len(tokenizer), tokenizer=tokenizer)))
-    save_policy(policy, tmp_path)
-    other = ActorCritic(make_policy(len(tokenizer), tokenizer=tokenizer, seed=1))
-    load_weights(other, tmp_path)
-    for weight, expected in zip(other.parameters(), policy.parameters(), strict=True):
-        assert torch.equal(weight, expected)
 
 
 # Its loss -------------------------------------------------------------------------------------------------------------
@@ -293,28 +230,12 @@ def test_value_loss_equals_a_slow_loop(train, make_experience, dtype):
     assert len(sides) == 4
 
 
-def test_a_value_that_has_not_moved_has_the_gradient_of_the_square():
-    """As in the only update of a rollout, where old and new value are the same number."""
-    values = torch.tensor([0.3, 0.9], requires_grad=True)
-    clipped_value_loss(values, values.detach(), torch.tensor([1.0, 0.0]), 0.2).sum().backward()
-    torch.testing.assert_close(values.grad, torch.tensor([-0.7, 0.9]))
-
-
 def gradient_of_update(train, update, policy: ActorCritic, experience: Experience, **others) -> torch.Tensor:
     policy.zero_grad()
     settings = {"prompts_per_step": 2, "group_size": 4, "critic_warmup": 0, "max_grad_norm": 1e9, "kl_weight": 0.0}
     config = train.Config(**settings | {"micro_batch_size": 8} | others)
     update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, 1)
     return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_micro_batches_change_no_gradient(train, update, make_policy, micro_batch_size):
-    policy = teach(ActorCritic(make_policy()))
-    experience = with_values(policy, rows_of(policy))
-    whole = gradient_of_update(train, update, policy, experience)
-    parts = gradient_of_update(train, update, policy, experience, micro_batch_size=micro_batch_size)
-    assert (parts - whole).norm() <= 1e-6 * whole.norm()
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -156,6 +156,7 @@ def test_what_other_rewards_call_is_left_out_with_a_word(read, capsys):
     text = "def a(completions): return map(len, C)\ndef b(completions): return a(completions)\nPARTS = [b]\n"
     assert read(f"{text}def c(completions): return PARTS[0](completions)").names == ["c"]
     assert "the rewards are c, without a (called by c), b (called by c)" in capsys.readouterr().out
+    assert read("def f(completions): return map(len, C)\ndef timed(*a, **k): return f(*a, **k)").names == ["f"]
     assert read(f"{text}REWARDS = (a, 'b')").names == ["a", "b"]
 
 

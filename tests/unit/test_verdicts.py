@@ -125,6 +125,7 @@ QUICK = {
         (r"x \in (-\infty,3)", "x<3"), ("x<3", "3 > x"), (r"[0.5,\infty)", r"x \geqslant \frac12"),
         (r"(-\infty,2)\cup[3,\infty)", r"x \ge 3\text{ or }x<2"), ("(2,4)", "2<t<4"),
         ("[-2,7]", r"\{x \mid -2 \le x \le 7\}"), (r"0<\theta<\pi", r"(0,\pi)"),
+        ("0.05", "0.0500005"),  # five digits of the answer, but not of the right one
     ],
     False: [
         ("3.61e-10", "1.39e-10"),  # both are 0 at six decimals
