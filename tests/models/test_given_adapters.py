@@ -1,7 +1,6 @@
 """--model names a LoRA adapter: it is trained further, or merged under a new one; adapters beyond LoRA are refused."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
@@ -188,13 +187,6 @@ def test_an_adapter_has_the_defaults_of_its_base(load_script, save_checkpoint, f
             assert config.lr == pytest.approx(10 * RESOLVED[kind]["lr"])
             assert config.max_new_tokens == RESOLVED[kind]["max_new_tokens"]
             assert bool(config.system_prompt) == (kind == "full")
-
-
-def test_a_given_adapter_excludes_few_flags(load_script, first):
-    config_class = load_script("experiment_base/train.py").Config
-    quantised = ("--load-in 4bit",) if importlib.util.find_spec("bitsandbytes") else ()  # refused without the package
-    for fine in (*quantised, "--save-merged", "--lora-rank 2 --lora-alpha 8"):
-        parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
 
 
 def test_a_relative_model_is_saved_as_an_absolute_base(tmp_path, monkeypatch, train):

@@ -242,6 +242,7 @@ def test_huge_numbers_are_not_computed():
     assert not any(map(is_too_large, ["2^{1009}", "10^{100}", r"\frac{100!}{2^{50}}", "x^{2^{n}}", "e^{-2t}"]))
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_worker_that_is_killed_is_replaced_and_asked_again(judge, monkeypatch):
     worker_of(judge).kill()  # during a request
