@@ -48,6 +48,7 @@ def reload(tmp_path):
     return reload
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_and_absent_ones_kept(stand_in, reload):
     server = stand_in()
 
@@ -63,6 +64,7 @@ def test_new_weights_are_used_and_absent_ones_kept(stand_in, reload):
     assert log_probs() == pytest.approx(old, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_failed_reload_leaves_no_weights(stand_in, reload):
     server = stand_in()
     for name in ("model.norm.weight", "unknown"):  # of another shape, or unknown

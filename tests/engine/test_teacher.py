@@ -17,7 +17,7 @@ from common.sampling import sample
 from harness.teachers.teacher_server import TeacherServer
 from harness.teachers.teachers import TeacherConfig, load_teacher
 
-SHORT = "--steps 3 --prompts-per-step 2 --group-size 2 --max-new-tokens 24 --eval-prompts 3 --device cpu --eval-every 0"
+SHORT = "--steps 2 --prompts-per-step 2 --group-size 2 --max-new-tokens 24 --eval-prompts 3 --device cpu --eval-every 0"
 
 
 def rows_of(policy):
@@ -88,7 +88,7 @@ def test_a_server_that_dies_loses_no_step(stand_in, run, tmp_path):
     assert f"--resume {directory}" in str(raised.value)
     assert max(row["step"] for row in metrics_of(directory)) == 1
     run("--resume", str(directory), "--teacher-url", other.url)
-    assert [row["step"] for row in metrics_of(directory)] == [0, 1, 2, 3]
+    assert {row["step"] for row in metrics_of(directory)} == {0, 1, 2}
 
 
 def test_a_server_with_another_template_is_refused(stand_in, policy, monkeypatch):

@@ -173,6 +173,7 @@ def quantised(tmp_path_factory) -> dict[str, str]:
     return places
 
 
+@pytest.mark.slow
 def test_a_4_bit_checkpoint_is_trained_as_with_load_in(quantised):
     """Log-probs and gradients after a rollout, which repacked weights would change."""
     found = {}
@@ -319,7 +320,9 @@ ROPES = {  # of a model that was trained on 64 tokens, and the context that it t
 }
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("linear", "llama3") else x for x in ROPES]
+)
 def test_sampling_and_training_agree_up_to_the_context(load, capsys, kind):
     """Beyond it, with the two kinds that turn all tokens by the longest row of a batch, they do not."""
     rope, positions, length = ROPES[kind]
