@@ -233,19 +233,6 @@ def write_rows(path: Path, lengths: list[int]) -> str:
     return str(path)
 
 
-def test_a_question_beyond_the_context_is_refused_at_the_start(tmp_path, monkeypatch, load_script):
-    """The error names the question, and no run is left behind."""
-    monkeypatch.chdir(tmp_path)
-    data = write_rows(tmp_path / "d.jsonl", [5, 5, 30_000, 5, 5, 5])
-    main = load_script("experiment_drgrpo/train.py").main
-    sentence = r"d\.jsonl:3: its prompt of \d{4,} tokens and a completion of up to 96 exceed the model's context of "
-    with pytest.raises(UserError, match=sentence + "1024 tokens: leave out long questions with --max-question-length"):
-        main([*SHORT, "--data", data, "--eval-prompts", "3"])
-    assert not list(tmp_path.glob("runs/*/*"))
-    limit = ("--max-question-length", "100", "--max-new-tokens", "4")
-    main([*SHORT, "--data", data, *limit, "--steps", "1", "--eval-prompts", "2"])
-
-
 def test_learned_positions_are_never_exceeded(tmp_path, monkeypatch, load_script, save_model):
     """GPT-2 fails with an IndexError one token beyond them."""
     monkeypatch.chdir(tmp_path)
