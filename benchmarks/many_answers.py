@@ -1,6 +1,6 @@
 r"""Thousands of generated answers, right ones and near misses, against judges that share no code with the tasks.
 
-    python benchmarks/many_answers.py 20000
+    python benchmarks/many_answers.py --answers 20000
 
 The generator knows the exact value of its answers. It prints how many wrong answers earn a reward, and which right ones
 are refused. The slow tests ask for 1,000 answers. Countdown's expressions are in tests/unit/test_countdown_task.py.
@@ -8,10 +8,13 @@ are refused. The slow tests ask for 1,000 answers. Countdown's expressions are i
 
 import random
 import re
-import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from unittest import mock
+
+import tyro
 
 from tasks import gsm8k, qa
 from tasks import math as mathematics
@@ -270,9 +273,19 @@ def mistakes(verdicts: list[Verdict]) -> tuple[list[str], Counter[str]]:
     return accepted, Counter(form for right, rewarded, form, _ in verdicts if right and not rewarded)
 
 
-if __name__ == "__main__":
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    answers: int = 1000  # for each task
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
     for name, generate in TASKS.items():
-        found = generate(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+        found = generate(config.answers)
         accepted, refused = mistakes(found)
         print(f"{name}: {len(found)} answers, {sum(right for right, *_ in found)} right; "
               f"earned by wrong ones: {len(accepted)}, refused: {dict(refused)}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
