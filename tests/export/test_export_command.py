@@ -301,7 +301,7 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
 
 
 EXPERIMENTS = sorted(path.parent.relative_to(ROOT).as_posix() for path in in_experiments("train.py"))
-FIRST = ("experiment_base", "imitation/sft", "policy_gradients/ppo", "scale/engine")  # the others in the slow tier
+FIRST = ("experiment_multiturn_tool_calling", "imitation/sft", "policy_gradients/ppo", "scale/engine")  # slow: others
 
 
 @pytest.mark.parametrize(
