@@ -1,6 +1,5 @@
 """Training on an engine's samples: the update of experiment_base, importance weights, and the ends of runs."""
 
-import copy
 import math
 
 import pytest
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.all_questions
 PROMPTS = [[5, 6, 7], list(range(40, 60)), [9, 8]]
 GROUP_SIZE = 2
 SETTINGS = {"group_size": GROUP_SIZE, "micro_batch_size": 4, "max_new_tokens": 8, "dtype": "float32"}
-
-
-@pytest.fixture(scope="module")
-def base(load_script):
-    return load_script("experiment_base/train.py")
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +39,6 @@ def gaps(experience: Experience) -> list[tuple[int, int, float]]:
     """Row, place, and old log-prob minus the sampler's, for each action token."""
     found = (experience.old_log_probs - experience.sampler_log_probs).tolist()
     return [(row, place, found[row][place]) for row, place in experience.action_mask.nonzero().tolist()]
-
-
-def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update):
-    """On the same tokens, with weights of 1."""
-    rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
-    settings = SETTINGS | {"epochs_per_step": 2, "minibatch_size": GROUP_SIZE}
-    found = []
-    for script in (base, train):
-        trained, config = copy.deepcopy(policy), script.Config(prompts_per_step=3, **settings)
-        experience = collate(rows, policy.pad_id)
-        experience.advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.25])[:, None]
-        experience.log_probs_ref = experience.sampler_log_probs * 0.9
-        if script is base:
-            experience.old_log_probs = base.old_log_probs(config, trained, experience)
-        else:
-            experience.old_log_probs = token_log_probs(trained, experience, 4)
-            experience.importance_weights = train.importance_weights(config, experience)
-            torch.testing.assert_close(
-                experience.importance_weights, torch.ones(experience.action_mask.shape), atol=1e-4, rtol=0
-            )
-            assert compare_with_engine(config, experience)["policy/sampling_log_prob_difference_max"] < 1e-4
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.02)
-        statistics = update(script, config, trained, optimizer, experience, 1)
-        parameters = torch.cat([weight.detach().flatten() for weight in trained.parameters()])
-        found.append((parameters, statistics.metrics()["loss/total"]))
-    before = torch.cat([weight.detach().flatten() for weight in policy.parameters()])
-    (expected, loss), (parameters, own_loss) = found
-    assert (expected - before).abs().max() > 1e-4
-    torch.testing.assert_close(parameters, expected, atol=1e-6, rtol=0)
-    assert own_loss == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.parametrize("cap", [2.0, 1.0, 0.0])

@@ -1,11 +1,11 @@
-"""The runs to export: trained once, for two steps."""
+"""The runs to export: trained once, for one step."""
 
 import shutil
 
 import pytest
 
 SHORT = (
-    *("--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "4"),
+    *("--steps", "1", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "4"),
     *("--checkpoint-every", "1", "--device", "cpu"),
 )
 

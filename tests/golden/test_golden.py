@@ -66,6 +66,8 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_base no signal": Row("--kl-weight 0 --reward-weight varied=0 --max-new-tokens 2", "", "killed two"),
     "experiment_base not finite": Row("--reward-functions not_finite.py --minibatch-size 18", slow="two three"),
     "experiment_base adapter": Row("--kl-weight 0 --lora-rank 2 --save-merged"),
+    "experiment_base given adapter": Row("--model tiny_teacher", "", "killed"),
+    "experiment_base merged adapter": Row("--model tiny_teacher --lora-rank 2", "", "killed"),
     "experiment_base 4 bits": Row("--load-in 4bit --lora-rank 2", "", "killed batches three"),
     "experiment_base 8-bit moments": Row("--optimizer adamw_8bit", "", "killed batches"),
     "experiment_drgrpo": Row("--kl-weight 0", slow="padded two three"),

@@ -216,7 +216,7 @@ def widths(monkeypatch) -> list[int]:
 WAYS = {"all weights": {}, "adapter": {"lora_rank": 4}, "adapter on 4 bits": {"lora_rank": 4, "load_in": "4bit"}}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["all weights", pytest.param("adapter", marks=pytest.mark.slow), "adapter on 4 bits"])
 def test_gradient_checkpointing_gives_the_same_gradients(widths, way):
     """It computes every layer twice."""
     if "load_in" in WAYS[way]:
@@ -254,7 +254,7 @@ def test_gradient_checkpointing_changes_no_sample(widths):
 # quantised weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_rollout_does_not_change_gradients_over_4_bit_weights(monkeypatch, dtype):
     """On CPUs with AVX512-BF16 bitsandbytes repacks the weights in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
@@ -287,6 +287,7 @@ def test_gradients_over_4_bit_weights_equal_dequantised_ones():
 # how many parameters -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_llama_8b_has_the_published_number_of_lora_parameters():
     """20,971,520 at rank 8, for all linear layers; tensors on the meta device have shapes and no data."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256}

@@ -1,7 +1,6 @@
 """--model names a LoRA adapter: it is trained further, or merged under a new one; adapters beyond LoRA are refused."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
@@ -107,32 +106,6 @@ def test_a_merged_base_is_the_first_policy_bit_for_bit(first, second):
         assert torch.equal(weights.get(name.replace(".weight", ".base_layer.weight"), weights.get(name)), weight), name
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
-    """Metrics, samples and weights equal an uninterrupted run's bit for bit, so the reference does, too."""
-    name = f"{way}, resumed"
-    directory = train(name, "--model", str(first / "final"), "--steps", "1", *WAYS[way])
-    for path in ("final", "base", "summary.json"):  # as if it had been killed after the checkpoint
-        if (directory / path).is_dir():
-            shutil.rmtree(directory / path)
-    train(name, "--resume", str(directory), "--steps", "3", "--model", str(first / "final"), *WAYS[way])
-    for file in ("metrics.jsonl", "samples.jsonl"):
-        rows = [row for row in read_lines(directory / file) if "eval/greedy/length" not in row]
-        expected = [row for row in read_lines(second[way] / file) if "eval/greedy/length" not in row]
-        assert rows == expected
-        assert len(rows) >= 3
-    weights = load_file(directory / "final" / "adapter_model.safetensors")
-    expected = load_file(second[way] / "final" / "adapter_model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[key], expected[key]) for key in weights)
-    torch.testing.assert_close(
-        plain_log_probs(read_with_peft(directory / "final")),
-        log_probs_of(load(second[way] / "final")),
-        atol=1e-4,
-        rtol=0,
-    )
-
-
 def test_a_run_is_not_resumed_over_another_base(first, tmp_path):
     """The base that the adapter names is one of the inputs that a run records."""
     adapter, base = (Path(shutil.copytree(x, tmp_path / x.name)) for x in (first / "final", TINY_POLICY))
@@ -188,13 +161,6 @@ def test_an_adapter_has_the_defaults_of_its_base(load_script, save_checkpoint, f
             assert config.lr == pytest.approx(10 * RESOLVED[kind]["lr"])
             assert config.max_new_tokens == RESOLVED[kind]["max_new_tokens"]
             assert bool(config.system_prompt) == (kind == "full")
-
-
-def test_a_given_adapter_excludes_few_flags(load_script, first):
-    config_class = load_script("experiment_base/train.py").Config
-    quantised = ("--load-in 4bit",) if importlib.util.find_spec("bitsandbytes") else ()  # refused without the package
-    for fine in (*quantised, "--save-merged", "--lora-rank 2 --lora-alpha 8"):
-        parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
 
 
 def test_a_relative_model_is_saved_as_an_absolute_base(tmp_path, monkeypatch, train):

@@ -19,7 +19,7 @@ def reward_of_any_text(row: dict, text: str) -> dict[str, float]:
     return {"correct": float(len(text) % 2), "format": 0.0}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["bfloat16, adapter", pytest.param("float32, checkpointing", marks=pytest.mark.slow)])
 def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script, save_checkpoint, way):
     model, flags, max_difference = WAYS[way]
     script = load_script("experiment_base/train.py")

@@ -1,10 +1,8 @@
 """Reward models: scores equal those of transformers for any padding, and whatever cannot be one is refused."""
 
-import copy
 import functools
 import itertools
 import math
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -169,7 +167,7 @@ def test_a_conversation_that_is_too_long_for_the_judge_is_refused(save_judge, se
         load_judge(config).score([QUESTION] * 2, ["58 " * 100, "58"])
 
 
-def test_the_loss_equals_a_slow_loop_and_trl():
+def test_the_loss_equals_a_slow_loop():
     generator = torch.Generator().manual_seed(0)
     chosen, rejected = (torch.randn(7, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
     loss = bradley_terry_loss(chosen - rejected).mean()
@@ -180,15 +178,3 @@ def test_the_loss_equals_a_slow_loop_and_trl():
         slope = -1 / (1 + (chosen[index] - rejected[index]).exp()) / 7
         assert chosen.grad[index] == pytest.approx(slope.item(), abs=1e-9)
         assert rejected.grad[index] == pytest.approx(-slope.item(), abs=1e-9)
-    trainer = pytest.importorskip("trl", reason="TRL is not installed").RewardTrainer
-    others = [copy.deepcopy(x.detach()).requires_grad_() for x in (chosen, rejected)]
-    model = SimpleNamespace(training=False)
-    call = lambda **_: SimpleNamespace(logits=torch.cat(others)[:, None])  # noqa: E731
-    metrics = {"eval": defaultdict(list)}
-    accelerator = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x)
-    own = SimpleNamespace(args=SimpleNamespace(center_rewards_coefficient=None), accelerator=accelerator,
-                          model=model, _metrics=metrics, _total_train_tokens=0)  # fmt: skip
-    theirs = trainer.compute_loss(own, call, {})
-    theirs.backward()
-    assert theirs.item() == pytest.approx(loss.item(), abs=1e-6)
-    assert all(torch.allclose(x.grad, y.grad, atol=1e-6) for x, y in zip(others, (chosen, rejected), strict=True))

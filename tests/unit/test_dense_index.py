@@ -1,6 +1,5 @@
 """Search by meaning, with real sentence-transformers models: tiny random ones, saved, loaded, and checked by hand."""
 
-import math
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -96,16 +95,6 @@ def test_hits_are_those_with_the_largest_cosines(encoders, indexes, kind):
     assert [hits[0].document for hits in alone] == [hits[0].document for hits in answers[:7]]
 
 
-@pytest.mark.slow
-def test_ten_thousand_hostile_queries_are_answered(indexes, hostile_queries):
-    texts = {document.id: document.text for document in DOCUMENTS}
-    queries, index = list(hostile_queries(10_000)), indexes["static"]
-    answers = [hits for start in range(0, 10_000, 64) for hits in index.search_all(queries[start : start + 64], 2)]
-    assert len(answers) == 10_000
-    assert all(len(hits) == 2 and math.isfinite(hits[0].score + hits[1].score) for hits in answers)
-    assert all(texts[hit.document] == hit.text for hits in answers for hit in hits)
-
-
 def test_as_many_hits_as_there_are_documents(encoders, indexes, tmp_path):
     [hits] = indexes["static"].search_all(["ship"], 1000)
     assert len(hits) == len(DOCUMENTS)
@@ -184,7 +173,6 @@ def test_what_is_no_encoder_is_refused(tmp_path, encoders, content):
             load_encoder(str(path))
 
 
-def test_an_encoder_that_is_not_there_is_named(tmp_path):
-    for name, said in ((str(tmp_path / "nowhere"), "--encoder .*nowhere is neither"), ("someone/e", "someone/e")):
-        with pytest.raises(UserError, match=said):
-            load_encoder(name)
+def test_an_encoder_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="someone/e"):
+        load_encoder("someone/e")

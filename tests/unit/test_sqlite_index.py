@@ -20,7 +20,6 @@ from run_files import write_rows
 from common.errors import UserError
 from common.search import Hit, SearchError
 
-from harness.base.checks import check_texts
 from harness.base.config import RunConfig
 from harness.cli.parse import with_absolute_paths
 from harness.search import opening, sqlite_index
@@ -153,13 +152,11 @@ def test_threads_find_the_same(tmp_path):
     (lambda content: content[:90], "is damaged .*: build it with make it"),
     (lambda content: content[:5000], "is damaged .*: build it with make it"),
     (lambda content: content[:-9] + b"!" + content[-8:], "is damaged .*: build it with make it"),
-    (None, "there is no index .*: build it with make it"),
 ])  # fmt: skip
 def test_what_is_not_an_index_is_refused(tmp_path, index, damage, said):
     copy = tmp_path / "copy.sqlite"
-    if damage:
-        copy.write_bytes(damage(index.path.read_bytes()))
-    with pytest.raises(UserError, match=rf"copy\.sqlite {said}|{said}"):
+    copy.write_bytes(damage(index.path.read_bytes()))
+    with pytest.raises(UserError, match=rf"copy\.sqlite {said}"):
         SqliteIndex(copy, SECONDS, "make it")
 
 
@@ -273,8 +270,6 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
     assert check("d0", "d1") == check("d1", "d1#2") == ""
     assert check("d0", "d9").startswith("1 of 2 of the documents that the questions in q.jsonl name as supporting")
-    with pytest.raises(UserError, match=r"none of the documents .* such as 'd8', is in my docs\.jsonl"):
-        check("d9", "d8")
     assert check("d9", "d8", SearchConfig(search_url="http://a")) == ""
 
 
@@ -285,8 +280,6 @@ def test_paths_of_a_search_are_absolute_for_a_resumed_run():
     assert config.corpus == str(Path(DOCS).absolute())
     assert before.index == config.index == str(Path("x").absolute())
     assert config.encoder == "intfloat/e5-base-v2"
-    with pytest.raises(UserError, match="--corpus ~nobody-here/x: this path cannot be used"):
-        check_texts(Config(corpus="~nobody-here/x"))
 
 
 def test_a_resumed_run_needs_the_same_documents():

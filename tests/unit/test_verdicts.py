@@ -243,6 +243,7 @@ def test_huge_numbers_are_not_computed():
     assert not any(map(is_too_large, ["2^{1009}", "10^{100}", r"\frac{100!}{2^{50}}", "x^{2^{n}}", "e^{-2t}"]))
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_worker_that_is_killed_is_replaced_and_asked_again(judge, monkeypatch):
     worker_of(judge).kill()  # during a request
@@ -289,3 +290,16 @@ def test_kept_verdicts_are_bounded(text_judge, monkeypatch):
     monkeypatch.setattr(judge_module, "MOST_KEPT", 10)
     assert all(text_judge.verdict([str(number)], f"{number}.0") for number in range(50))
     assert len(text_judge._kept) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["gsm8k", "qa", pytest.param("math", marks=needs_library)])
+def test_generated_answers_are_judged_as_their_generator_knows(load_script, task):
+    """No wrong answer earns a reward, and at most one right answer in a hundred is refused."""
+    benchmark = load_script("benchmarks/many_answers.py")
+    verdicts = benchmark.TASKS[task](1000)
+    accepted, refused = benchmark.mistakes(verdicts)
+    num_right = sum(right for right, *_ in verdicts)
+    assert accepted == []
+    assert refused.total() <= 0.01 * num_right
+    assert 200 < num_right < 800
