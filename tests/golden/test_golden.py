@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 WAYS = {  # and how equal the run is
-    "killed": "bit for bit",  # resumed from the checkpoint of its first step, after a kill at a random moment
+    "killed": "bit for bit",  # with an engine up to rounding; resumed from the checkpoint of its first step, after a kill at a random moment
     "batches": "up to rounding",  # in other batches, of training and of sampling
     "padded": "up to rounding",  # padded instead of packed, with checkpoints of activations
     "two": "up to rounding",  # in two processes; scale/mesh splits its model over them
@@ -369,7 +369,8 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
         monkeypatch.chdir(expected.parents[2])
         found = killed(expected, step=0 if name == "experiment_drgrpo" else 1)
         load_script(f"{name.split()[0]}/train.py").main(["--resume", str(found)])
-        assert_equal(found, expected)
+        # an engine forms its batches as requests arrive, and they round differently
+        (assert_alike if name == "scale/engine" else assert_equal)(found, expected)
     elif way in MORE_FLAGS:
         flags = [flag for flag in MORE_FLAGS[way].split("--")[1:] if hasattr(config, field_of(flag))]
         assert_alike(alone(name, " ".join(f"--{flag}" for flag in flags)), expected)
