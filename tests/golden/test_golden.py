@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 WAYS = {  # and how equal the run is
-    "killed": "bit for bit",  # with an engine up to rounding; resumed from the checkpoint of its first step, after a kill at a random moment
+    "killed": "bit for bit",  # resumed from the checkpoint of its first step, after a kill at a random moment
     "batches": "up to rounding",  # in other batches, of training and of sampling
     "padded": "up to rounding",  # padded instead of packed, with checkpoints of activations
     "two": "up to rounding",  # in two processes; scale/mesh splits its model over them
