@@ -98,7 +98,8 @@ def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
         **{"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"},
     )
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    told = "GPUs were asked for and none is used: training runs on the CPU, processes: 2"
+    assert sorted(result.stdout.splitlines()) == [told, "rank 0 of 2", "rank 1 of 2"]
 
 
 FSDP2 = ["--config_file", "recipes/accelerate_configs/fsdp2.yaml", "--main_process_port", "0"]
