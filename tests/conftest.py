@@ -1,6 +1,5 @@
 """Tests run on one thread: two threads that compete for a core were ten times slower."""
 
-import functools
 import importlib.util
 import inspect
 import itertools
@@ -27,7 +26,6 @@ from tasks import arithmetic, calculator, countdown, qa
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell switches it off in what it runs with &, or nohup
 torch.set_num_threads(1)
-inspect.getsource = functools.cache(inspect.getsource)  # each run would parse the descriptions of its flags again
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "data" / "policies" / "tiny_policy"

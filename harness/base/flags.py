@@ -1,6 +1,7 @@
 """The flags of a command line, as the fields of a `Config` declare them: groups, ranges, and what `--help` shows."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -109,6 +110,7 @@ def make_flags(config: object, grouped: dict[str, list[dataclasses.Field]]) -> t
     return dataclasses.make_dataclass("Flags", groups, kw_only=True)
 
 
+@functools.cache
 def read_comment(config_class: type, name: str) -> str:
     """The comment beside a field or above it, as tyro reads it where fields are in no groups."""
     from tyro._docstrings import get_field_docstring

@@ -73,6 +73,7 @@ def test_a_wrong_answer_is_refused(stand_in, policy, damage, message):
         teacher(rows_of(policy))
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_loses_no_step(stand_in, run, tmp_path):
     """The run resumes with another server; golden/ compares a resumed run with an uninterrupted one."""
     server, other = stand_in(), stand_in()

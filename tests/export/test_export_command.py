@@ -71,6 +71,7 @@ def test_a_full_run_loads_answers_and_is_described(runs, export, tmp_path):
     assert printed.getvalue() == decode(policy.tokenizer, answer.completion_ids) + "\n"
 
 
+@pytest.mark.slow
 def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path, capsys):
     """An adapter run, whose adapter_config.json contains the absolute path of its base; the adapter is merged."""
     export(runs / "lora")

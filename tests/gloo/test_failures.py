@@ -20,7 +20,7 @@ from run_files import ROOT, finished, metrics_of, wait_until
 
 pytest.importorskip("resource", reason="Windows has not these signals")
 
-pytestmark = pytest.mark.all_questions
+pytestmark = [pytest.mark.all_questions, pytest.mark.slow]
 BASE, DDP = "experiment_base", "experiment_accelerate_ddp"
 PATIENCE = 100  # seconds after which a launch counts as hung; on busy cores a start alone takes a minute
 SMALL = (
@@ -175,7 +175,6 @@ def test_a_wrong_command_line_is_explained_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(tmp_path):
     """Two processes started by hand: the main one finds its port taken, and the other one is alone."""
     programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (BASE, DDP)]
@@ -223,7 +222,6 @@ def test_processes_that_differ_are_refused(tmp_path, what):
 # Faults in a run
 
 
-@pytest.mark.slow
 def test_an_update_is_skipped_by_all_together(uninterrupted):
     """One rank has a reward that is not a number; the policies of the ranks remain equal."""
     directory, output = uninterrupted
@@ -233,7 +231,6 @@ def test_an_update_is_skipped_by_all_together(uninterrupted):
     assert len(re.findall("an update with it is skipped", output)) == 1  # only the rank with the row prints it
 
 
-@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(place):
     """The task raises it in a step; the directory stays, with the run's initial files."""
     flags = (*SMALL, "--task", "task.py", "--name", "broken")
@@ -245,7 +242,6 @@ def test_an_error_of_one_rank_ends_all(place):
     assert last_step(place / "runs" / BASE / "broken") == 1
 
 
-@pytest.mark.slow
 def test_a_wrong_answer_of_an_engine_to_one_rank_ends_all(tmp_path, stand_in):
     server, damaged = stand_in(), []
 
@@ -262,7 +258,7 @@ def test_a_wrong_answer_of_an_engine_to_one_rank_ends_all(tmp_path, stand_in):
     ("line", "fault"),
     [
         ("model, optimizer = run.prepare(policy, optimizer)", "model = policy"),
-        pytest.param("log_probs, entropy = model(", "log_probs, entropy = model.module(", marks=pytest.mark.slow),
+        ("log_probs, entropy = model(", "log_probs, entropy = model.module("),
     ],
     ids=["an older train.py", "past the wrapper"],
 )
@@ -280,7 +276,6 @@ def test_processes_that_train_apart_are_refused(tmp_path, line, fault):
     assert not list(tmp_path.glob("runs/*/*/final"))
 
 
-@pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
     """kill -9 of the main process; after another kill torchrun restarts all. The result is the same bit for bit.
 
@@ -341,7 +336,6 @@ def test_a_run_is_not_resumed_in_another_arithmetic(interrupted):
     assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in result.stderr
 
 
-@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes(interrupted, uninterrupted, load_script, monkeypatch, capsys):
     """One process resumes a checkpoint of two, with a sentence, and gets the result of two."""
     directory = interrupted[0]

@@ -208,6 +208,7 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
         assert expected[name].norm() > 0, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["rollouts", "rollouts after a step"])
 def test_sampling_is_that_of_whole_weights(ranks, when):
     """Also with ranks that end at once, have fewer batches, no rows or no prompts; before and after training."""
@@ -220,6 +221,7 @@ def test_sampling_is_that_of_whole_weights(ranks, when):
                 assert log_probs == pytest.approx(expected_log_probs, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_ranks_sample_as_differently_as_they_should(ranks):
     """Check that the other tests show what their names say."""
     first, second = (results["rollouts"]["plain"] for results in ranks)
@@ -232,6 +234,7 @@ def test_the_ranks_sample_as_differently_as_they_should(ranks):
     assert all(first[name] != after[name] or not first[name] for name in first)
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_whole_inside_and_sharded_after(ranks):
     """Also after an inner context, which changes nothing."""
     for context in (results["context"] for results in ranks):
@@ -242,12 +245,14 @@ def test_gathered_weights_are_whole_inside_and_sharded_after(ranks):
         assert all(context["layers after a forward pass"])  # the context changed nothing for later passes
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_whole_weights(ranks):
     for results in ranks:
         torch.testing.assert_close(results["sharded"]["log-probs"], results["plain"]["log-probs"], atol=1e-5, rtol=0)
     assert len(ranks[0]["plain"]["log-probs"]) < len(ranks[1]["plain"]["log-probs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gradients", "gradients, head in chunks", "gradients, checkpoints"])
 def test_gradients_are_those_of_whole_weights(ranks, how):
     """Rank 0 has only fillers."""
@@ -255,6 +260,7 @@ def test_gradients_are_those_of_whole_weights(ranks, how):
         assert_equal_tensors(results["sharded"][how], results["plain"][how])
 
 
+@pytest.mark.slow
 def test_clipping_is_that_of_whole_gradients(ranks):
     """The norm is also the same, even with an unsharded weight in the list, whose gradient has norm 5."""
     for results in ranks:
@@ -267,6 +273,7 @@ def test_clipping_is_that_of_whole_gradients(ranks):
         assert_equal_tensors(sharded["clipped"], plain["clipped"])
 
 
+@pytest.mark.slow
 def test_clipping_each_shard_by_its_own_norm_is_found(ranks):
     """The fault that the other tests exclude: a gradient of norm 1.41 instead of 1, in another direction."""
     wrong = torch.cat([part.flatten() for part in ranks[0]["clipped by shard"].values()])
@@ -276,6 +283,7 @@ def test_clipping_each_shard_by_its_own_norm_is_found(ranks):
     assert torch.cosine_similarity(wrong, right, dim=0) < 0.9999
 
 
+@pytest.mark.slow
 def test_the_frozen_base_of_an_adapter_is_not_synchronised(ranks):
     assert all(results["frozen base left alone"] for results in ranks)
 

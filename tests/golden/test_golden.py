@@ -36,20 +36,19 @@ from harness.base.signals import leave
 
 class Row(NamedTuple):
     flags: str = ""
-    quick: str = "killed batches"  # the ways of the first tier
-    slow: str = "padded two"  # and of the slow one
+    ways: str = "killed divided two"
+    quick: str = ""  # the ways of the first tier
 
 
 WAYS = {  # and how equal the run is
     "killed": "bit for bit",  # resumed from the checkpoint of its first step, after a kill at a random moment
-    "batches": "up to rounding",  # in other batches, of training and of sampling
-    "padded": "up to rounding",  # padded instead of packed, with checkpoints of activations
+    "divided": "up to rounding",  # by DIVIDED
     "two": "up to rounding",  # in two processes; scale/mesh splits its model over them
     "three": "up to rounding",
     "sharded": "up to rounding",  # over two processes, by Accelerate's FSDP2
 }
-MORE_FLAGS = {"batches": "--micro-batch-size 2 --generation-batch-size 4"}
-MORE_FLAGS |= {"padded": "--no-pack --gradient-checkpointing"}
+# Other batches, of training and of sampling; rows padded instead of packed, with checkpoints of activations
+DIVIDED = ("--micro-batch-size 2", "--generation-batch-size 4", "--no-pack", "--gradient-checkpointing")
 # Flags of all runs, as far as an experiment has them. Two processes cannot share the three groups of a minibatch, and a
 # micro-batch holds parts of groups.
 FLAGS = {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 12, "minibatch_size": 9, "micro_batch_size": 5}
@@ -61,35 +60,39 @@ SCHEDULE = "--lr-warmup-steps 2 --eval-every 1 --keep-best eval/greedy/length"
 TOOLS = "--tools tools.py --max-new-tokens 40 --group-size 4 --minibatch-size 8"
 RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_base": Row(
-        f"{SCHEDULE} --epochs-per-step 2 --tokens-per-micro-batch 150", "killed batches padded two", "three sharded"
+        f"{SCHEDULE} --epochs-per-step 2 --tokens-per-micro-batch 150",
+        "killed divided two three sharded",
+        quick="killed divided",
     ),
-    "experiment_base no signal": Row("--kl-weight 0 --reward-weight varied=0 --max-new-tokens 2", "", "killed two"),
-    "experiment_base not finite": Row("--reward-functions not_finite.py --minibatch-size 18", slow="two three"),
-    "experiment_base adapter": Row("--kl-weight 0 --lora-rank 2 --save-merged"),
-    "experiment_base given adapter": Row("--model tiny_teacher", "", "killed"),
-    "experiment_base merged adapter": Row("--model tiny_teacher --lora-rank 2", "", "killed"),
-    "experiment_base 4 bits": Row("--load-in 4bit --lora-rank 2", "", "killed batches three"),
-    "experiment_base 8-bit moments": Row("--optimizer adamw_8bit", "", "killed batches"),
-    "experiment_drgrpo": Row("--kl-weight 0", slow="padded two three"),
-    "experiment_accelerate": Row(SCHEDULE, slow="two sharded"),
+    "experiment_base no signal": Row("--kl-weight 0 --reward-weight varied=0 --max-new-tokens 2", "killed two"),
+    "experiment_base not finite": Row("--reward-functions not_finite.py --minibatch-size 18", "killed two three"),
+    "experiment_base adapter": Row("--kl-weight 0 --lora-rank 2 --save-merged", quick="killed"),
+    "experiment_base given adapter": Row("--model tiny_teacher", "killed"),
+    "experiment_base merged adapter": Row("--model tiny_teacher --lora-rank 2", "killed"),
+    "experiment_base 4 bits": Row("--load-in 4bit --lora-rank 2", "killed divided"),
+    "experiment_base 8-bit moments": Row("--optimizer adamw_8bit", "killed divided"),
+    "experiment_drgrpo": Row("--kl-weight 0"),
+    "experiment_accelerate": Row(SCHEDULE),
     # two processes split a group
-    "experiment_accelerate_ddp": Row("--prompts-per-step 3 --group-size 6 --minibatch-size 6", slow="two"),
-    "experiment_multiturn_tool_calling": Row(TOOLS, slow="padded two three"),
+    "experiment_accelerate_ddp": Row("--prompts-per-step 3 --group-size 6 --minibatch-size 6", quick="killed"),
+    "experiment_multiturn_tool_calling": Row(TOOLS, quick="killed"),
     "experiment_multiturn_qa": Row(TOOLS),
-    "policy_gradients/reinforce": Row("--prompts-per-step 12"),
+    "policy_gradients/reinforce": Row("--prompts-per-step 12", quick="killed"),
     "policy_gradients/rloo": Row(),
     "policy_gradients/maxrl": Row(),
     "policy_gradients/gspo": Row(),
     "policy_gradients/cispo": Row(),
     # groups move to other processes than those that sampled them
-    "policy_gradients/dapo": Row("--max-rounds 3 --prompts-per-step 4", "killed batches two", "padded"),
+    "policy_gradients/dapo": Row("--max-rounds 3 --prompts-per-step 4", quick="killed"),
     "policy_gradients/ppo": Row(
-        "--steps 3 --critic-warmup 1 --gae-lambda 0.95", "killed batches padded", "two three sharded"
+        "--steps 3 --critic-warmup 1 --gae-lambda 0.95", "killed divided two three sharded", quick="killed"
     ),
-    "rewards/reward_model": Row(),
+    "rewards/reward_model": Row(quick="killed"),
     "rewards/dpo": Row(),
     "imitation/sft": Row(
-        "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3", slow="padded two three"
+        "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3",
+        "killed divided two three",
+        quick="killed divided",
     ),
     "imitation/distill": Row(),
     "scale/engine": Row("--engine-url URL"),
@@ -271,12 +274,8 @@ def samples_of(directory: Path) -> list[dict]:
 # The tests
 
 
-def ways(tier: str) -> list[tuple[str, str]]:
-    return [(name, way) for name, row in RUNS.items() for way in getattr(row, tier).split()]
-
-
-def names_of(way: str, tier: str) -> list[str]:
-    return [name for name, other in ways(tier) if other == way]
+def names_of(way: str) -> list[str]:
+    return [name for name, row in RUNS.items() if way in row.ways.split()]
 
 
 def skip_without_packages(name: str) -> None:
@@ -360,7 +359,11 @@ def check_samples(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*ways("quick"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ways("slow"))],
+    [
+        pytest.param(name, way, marks=() if way in row.quick.split() else pytest.mark.slow)
+        for name, row in RUNS.items()
+        for way in row.ways.split()
+    ],
 )
 def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch, name, way):
     skip_without_packages(name)
@@ -371,12 +374,11 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
         load_script(f"{name.split()[0]}/train.py").main(["--resume", str(found)])
         # an engine forms its batches as requests arrive, and they round differently
         (assert_alike if name == "scale/engine" else assert_equal)(found, expected)
-    elif way in MORE_FLAGS:
-        flags = [flag for flag in MORE_FLAGS[way].split("--")[1:] if hasattr(config, field_of(flag))]
-        assert_alike(alone(name, " ".join(f"--{flag}" for flag in flags)), expected)
+    elif way == "divided":
+        flags = [flag for flag in DIVIDED if hasattr(config, field_of(flag))]
+        assert_alike(alone(name, " ".join(flags)), expected)
     else:
-        tier = "quick" if (name, way) in ways("quick") else "slow"
-        found = directory_of(together(way, *names_of(way, tier)), name)
+        found = directory_of(together(way, *names_of(way)), name)
         assert_alike(found, expected)
         if (found.with_name("killed")).exists():  # their checkpoints are in parts
             assert_equal(found.with_name("killed"), found)
@@ -392,7 +394,7 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
 
 
 def field_of(flag: str) -> str:
-    return flag.split()[0].removeprefix("no-").replace("-", "_")
+    return flag.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def assert_equal(found: Path, expected: Path) -> None:

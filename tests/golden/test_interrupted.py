@@ -116,6 +116,7 @@ def last_step(directory: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
+@pytest.mark.slow
 def test_a_kill_during_a_checkpoint_changes_no_result(tmp_path, train, uninterrupted):
     """The unfinished checkpoint is ignored, and lines that only its logs have are written again."""
     directory = tmp_path / "runs" / "experiment_base" / "killed"
@@ -261,6 +262,7 @@ def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
     assert not list((tmp_path / "experiment_base").iterdir())
 
 
+@pytest.mark.slow
 def test_more_steps_stretch_a_schedule_and_the_run_says_so(tmp_path, train):
     flags = (*FLAGS, "--lr-schedule", "cosine", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
     train(*flags, "--steps", "4")
@@ -390,6 +392,7 @@ def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_run_of_the_repository_without_chapters_is_resumed_and_read(tmp_path, load_script, monkeypatch):
     """Its name and its paths are those of commit f9554f3, which wrote this config.json, in a clone that is gone."""
     monkeypatch.chdir(tmp_path)

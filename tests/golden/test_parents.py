@@ -59,7 +59,6 @@ ELSEWHERE |= {"gpu_memory", "eval_suite", "optimizer", "watch", "reward_model", 
 ELSEWHERE |= {"strict", "no_answer_penalty", "stop_when"}
 RUNS = [(ALL_WEIGHTS, sibling) for sibling in AS_THE_PARENT]
 RUNS += [(AN_ADAPTER, sibling) for sibling in ("experiment_accelerate_ddp", "experiment_multiturn_qa")]
-QUICK = (ALL_WEIGHTS, "experiment_drgrpo")
 A_TASK = """
 REWARD_WEIGHTS = {"even": 1.0}
 def messages(row, system_prompt):
@@ -120,11 +119,11 @@ def like(value: object, expected: object) -> object:
     return {name: like(value[name], expected[name]) for name in expected} if isinstance(expected, dict) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sibling"),
-    [pytest.param(*run, id=f"{run[1]}{' adapter' * (run[0] == AN_ADAPTER)}",
-                  marks=() if run == QUICK else pytest.mark.slow) for run in RUNS],
-)  # fmt: skip
+    [pytest.param(*run, id=f"{run[1]}{' adapter' * (run[0] == AN_ADAPTER)}") for run in RUNS],
+)
 def test_a_sibling_with_the_parents_algorithm_is_its_parent(run, flags, sibling):
     """Metrics, samples, weights and the optimizer's state."""
     base = contents(run("experiment_base", flags))

@@ -46,6 +46,7 @@ FLAGS_OF = {
     "reward_model": {"epochs": 2},
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
 }
+LIKE_OTHERS = {"accelerate", "accelerate_ddp", "mesh", "multiturn_qa"}  # with one process, or another tool
 GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
@@ -69,7 +70,9 @@ ROWS = read_lines(ROOT / "data" / "preference_pairs.jsonl")[:2]
 PAIRS = [[conversation(row["prompt"], row[name]) for name in ("chosen", "rejected")] for row in ROWS]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in EXPERIMENTS]
+)
 def test_two_steps_are_those_of_slow_loops(name, tmp_path, load_script, stand_in, monkeypatch):
     train = load_script(EXPERIMENTS[name].relative_to(ROOT).as_posix())
     given = FLAGS | {"device": "cpu", "runs_dir": tmp_path, "reward_functions": tmp_path / "rewards.py"}

@@ -262,7 +262,6 @@ class Change:
     given: str
     also: str  # for both runs
     needs: str | None  # a package, or "cuda"
-    is_slow: bool
     check: Callable[[Outcome, Outcome], None]  # takes the run with `given` and the one without
 
     @property
@@ -273,11 +272,11 @@ class Change:
 CHANGES: list[Change] = []
 
 
-def changes(given: str, of: tuple[str, ...] = (BASE,), also: str = "", needs: str | None = None, is_slow: bool = False):
+def changes(given: str, of: tuple[str, ...] = (BASE,), also: str = "", needs: str | None = None):
     """Register a check of runs with the flags `given` against ones without."""
 
     def enter(check: Callable[[Outcome, Outcome], None]) -> Callable[[Outcome, Outcome], None]:
-        CHANGES.extend(Change(setup, given, also, needs, is_slow or setup != BASE, check) for setup in of)
+        CHANGES.extend(Change(setup, given, also, needs, check) for setup in of)
         return check
 
     return enter
@@ -336,7 +335,7 @@ def device(new, old):
     assert [run.policy.device.type for run in (new, old)] == ["cuda", "cpu"]
 
 
-@changes("--dtype bfloat16", of=BOTH, is_slow=True)
+@changes("--dtype bfloat16", of=BOTH)
 def dtype(new, old):
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
     assert {weight.dtype for weight in new.policy.parameters()} == {torch.float32}  # the trained ones
@@ -345,7 +344,7 @@ def dtype(new, old):
 ALONE = f"{GENTLE} --micro-batch-size 1"  # a row shares no prompt
 
 
-@changes("--attn-implementation eager --gradient-checkpointing", also=ALONE, of=BOTH, is_slow=True)
+@changes("--attn-implementation eager --gradient-checkpointing", also=ALONE, of=BOTH)
 def arithmetic(new, old):
     assert [run.policy.packing for run in (new, old)] == [None, "sdpa"]
     assert new.mlp_passes == 2 * old.mlp_passes > 0
@@ -362,7 +361,7 @@ def pack(new, old):
 ADAPTER = "--lora-rank 2 --save-merged"
 
 
-@changes(ADAPTER, of=BOTH, is_slow=True)
+@changes(ADAPTER, of=BOTH)
 def adapter(new, old):
     assert new.read("final/adapter_config.json")["r"] == 2
     assert not new.has("final/model.safetensors")
@@ -371,13 +370,13 @@ def adapter(new, old):
     assert 0 < trained[0] < 0.05 * trained[1]
 
 
-@changes("--lora-alpha 40", also=ADAPTER, of=BOTH, is_slow=True)
+@changes("--lora-alpha 40", also=ADAPTER, of=BOTH)
 def lora_alpha(new, old):
     assert [run.read("final/adapter_config.json")["lora_alpha"] for run in (new, old)] == [40, 4]
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
 
 
-@changes("--lora-targets q_proj v_proj", also="--lora-rank 2", of=BOTH, is_slow=True)
+@changes("--lora-targets q_proj v_proj", also="--lora-rank 2", of=BOTH)
 def lora_targets(new, old):
     assert sorted(new.read("final/adapter_config.json")["target_modules"]) == ["q_proj", "v_proj"]
     assert len(old.read("final/adapter_config.json")["target_modules"]) == 7
@@ -385,7 +384,7 @@ def lora_targets(new, old):
     assert adapted == {"q_proj", "v_proj"}
 
 
-@changes("--load-in 4bit", also="--lora-rank 2", needs="bitsandbytes", of=BOTH, is_slow=True)
+@changes("--load-in 4bit", also="--lora-rank 2", needs="bitsandbytes", of=BOTH)
 def load_in(new, old):
     assert not new.has("final_merged")
     assert any(type(module).__name__ == "Linear4bit" for module in new.policy.modules())
@@ -425,7 +424,7 @@ def weight_decay(new, old):
     assert kept.item() == pytest.approx(math.prod(1 - 10 * rate for rate in rates), abs=5e-4)
 
 
-@changes("--wandb --wandb-project ours --wandb-group seeds", needs="wandb", of=BOTH, is_slow=True)
+@changes("--wandb --wandb-project ours --wandb-group seeds", needs="wandb", of=BOTH)
 def wandb(new, old):
     (log,) = new.directory.glob("wandb/offline-run-*/*.wandb")
     assert b"ours" in log.read_bytes()
@@ -745,16 +744,10 @@ def test_every_flag_has_an_entry(load_script, setup):
     assert known | judged | elsewhere | refused | {"estimate", "gpus", "gpu_memory", "watch"} == flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    [
-        pytest.param(
-            change,
-            id=f"{Path(change.setup).parent.name} {change.check.__name__}",
-            marks=pytest.mark.slow if change.is_slow else (),
-        )
-        for change in CHANGES
-    ],
+    [pytest.param(change, id=f"{Path(change.setup).parent.name} {change.check.__name__}") for change in CHANGES],
 )
 def test_a_flag_changes_what_it_promises(run, change):
     if change.needs == "cuda" and not torch.cuda.is_available():

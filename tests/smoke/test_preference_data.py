@@ -74,6 +74,7 @@ def test_a_row_has_the_prompt_and_its_rewarded_responses(whole):
     assert {response["rewards"]["correct"] for response in responses} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_shards_are_the_complete_file(make, made, whole):
     shards = [make(SAMPLE, f"part{n}.jsonl", *SMALL, "--shard", f"{n}/3") for n in (1, 2, 3)]
     assert b"".join(shards) == whole
@@ -88,6 +89,7 @@ def test_shards_are_the_complete_file(make, made, whole):
     assert b"".join(parts) == made[CHATS].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [SAMPLE, CHATS])
 def test_a_killed_command_is_continued(make, made, program, capsys):
     """Wherever the kill has cut the file: within a line, behind one, within a batch, or before the first row."""
@@ -204,7 +206,8 @@ def test_a_server_responds(make, stand_in):
     assert b"".join(parts) == whole
 
 
-@pytest.mark.parametrize("program", [SAMPLE, pytest.param(CHATS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [SAMPLE, CHATS])
 def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     served = [*SMALL, "--system-prompt", "", "--url"]
     whole = make(program, "whole.jsonl", *served, stand_in().url)

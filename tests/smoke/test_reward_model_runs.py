@@ -85,6 +85,7 @@ def serve(judge, monkeypatch):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_which_answers_are_reasoned(judge):
     """Six steps are enough for that, and for nothing else."""
     summary, metrics = json_of(judge / "summary.json"), rows_of(judge)
@@ -93,9 +94,8 @@ def test_a_reward_model_learns_which_answers_are_reasoned(judge):
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"]
 
 
-@pytest.mark.parametrize(
-    "experiment", ["experiment_base", pytest.param("experiment_multiturn_tool_calling", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_multiturn_tool_calling"])
 def test_its_score_is_a_component_of_the_reward(judge, run, serve, load_script, experiment):
     """A server trains the same policy; one that dies loses no step."""
     metrics, directory = run("here", "--reward-model", str(judge / "final"), *MIXED, experiment=experiment)
@@ -125,6 +125,7 @@ def test_its_score_is_a_component_of_the_reward(judge, run, serve, load_script, 
     assert set(serve.calls) == {("judge", "classify", False)}
 
 
+@pytest.mark.slow
 def test_a_server_of_another_kind_is_refused(run, serve):
     for number, answer in enumerate(([{"data": [0.1, 0.2]}], [], [{"data": ["x"]}])):
         serve.answer = {"data": answer}
@@ -132,6 +133,7 @@ def test_a_server_of_another_kind_is_refused(run, serve):
             run(f"wrong{number}", "--reward-model-url", serve.url)
 
 
+@pytest.mark.slow
 def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(judge, run):
     flags = ("--reward-model", str(judge / "final"), "--answer-begins", "</think>", "--no-answer-penalty", "3")
     _, lenient = run("lenient", *flags)
@@ -172,6 +174,7 @@ def test_over_optimisation_is_told_once(pairs, is_found):
         assert "since step 10" in said[0]
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_when_it_is_found(judge, run, monkeypatch):
     pairs = iter([(0.0, 0.2), (2.0, 0.9), (2.5, 0.1), *[(3.0, 0.1)] * 9])
     check = Diagnosis.check

@@ -91,6 +91,7 @@ def start(folder: Path, port: str = "0") -> tuple[subprocess.Popen, str]:
     return process, next(word for line in process.stdout for word in line.split() if word.startswith("http://"))
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_started_again_and_ended(tmp_path, script, monkeypatch):
     """The server answers from its documents; while it is down, there are errors. A second one finds its port taken."""
     monkeypatch.chdir(tmp_path)

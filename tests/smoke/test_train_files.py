@@ -308,7 +308,13 @@ def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch
     assert (directory / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("path", sorted(in_experiments("train_*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem == "train_accelerate" else pytest.mark.slow, id=path.stem)
+        for path in sorted(in_experiments("train_*.py"))
+    ],
+)
 def test_a_published_name_runs_the_train_file_beside_it(path, tmp_path, monkeypatch):
     """Its run is the experiment's, and is resumed under either name."""
     monkeypatch.setattr(viewer, "draw_run", lambda _: None)

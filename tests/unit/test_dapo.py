@@ -83,6 +83,7 @@ def test_each_step_trains_on_groups_that_are_neither_all_right_nor_all_wrong(run
     assert max(len(rounds) for rounds in result.rounds) > 1
 
 
+@pytest.mark.slow
 def test_with_one_round_every_group_is_kept(run):
     result = run("--max-rounds 1")
     assert [names(rows) for rows in result.trained] == [names(rows) for (rows,) in result.rounds]

@@ -288,6 +288,7 @@ def step(train, update, policy: Policy | None) -> torch.Tensor:
     return torch.cat([weight.grad.flatten() for weight in policy.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, load_script, name):
     train = load_script(f"{traps.setting_of(name).experiment}/train.py")

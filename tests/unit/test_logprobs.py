@@ -304,6 +304,7 @@ def test_every_prompt_and_completion_token_is_run_once_in_one_call(policy, batch
     assert seen == [(1, num_tokens)]
 
 
+@pytest.mark.slow
 def test_a_block_mask_of_flex_attention_gives_the_same_values(policy, batch):
     """Only the forward pass: FlexAttention has no backward pass on CPUs."""
     expected = policy(batch.sequences, batch.action_mask).log_probs
