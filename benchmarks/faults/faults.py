@@ -1,4 +1,4 @@
-"""Plants the faults of faults.csv, one at a time, and records which test of the first tier notices each.
+"""Plants the faults of faults.csv, one at a time, and records which test notices each.
 
     git worktree add --detach ../planted COMMIT
     python benchmarks/faults/faults.py --tree ../planted --results before.csv
@@ -44,21 +44,22 @@ class Config:
     noticed: Path | None = None  # other results: plant only the faults that were noticed there
     cap: float = 100.0  # processor seconds for each fault
     wide: bool = False  # also run test files that do not name the faulted module
+    slow: bool = False  # also run tests of the slow tier
 
 
 class Study:
     """The tests of a commit: the files of the first tier, and what is known about their tests."""
 
-    def __init__(self, tree: Path):
+    def __init__(self, tree: Path, is_slow: bool):
         self.tree, commit = tree, git(tree, "rev-parse", "--short=12", "HEAD").strip()
-        self.path = STATE / f"{commit}.json"
+        self.path = STATE / f"{commit}{'-slow' * is_slow}.json"
         self.known = json.loads(self.path.read_text()) if self.path.exists() else {"files": {}, "done": {}}
         self.sources = [name for name in git(tree, "ls-files", "*.py", "*.js").splitlines() if name[:6] != "tests/"]
         tests = [name for name in git(tree, "ls-files", "tests/*/test_*.py").splitlines() if name not in TEXTUAL]
         self.texts = {name: (tree / name).read_text("utf-8") for name in tests}
         from forks import Runs  # beside this file: it imports what it finds in `tree`
 
-        self.runs = Runs(tree, STATE)
+        self.runs = Runs(tree, STATE, is_slow)
 
     def save(self) -> None:
         new = self.path.with_suffix(".new")
@@ -210,9 +211,9 @@ def read(path: Path | None) -> dict[str, dict[str, str]]:
         return {row["fault"]: row for row in csv.DictReader(file)}
 
 
-def run(tree: Path, results: Path, noticed_before: Path | None, cap: float, is_wide: bool) -> None:
+def run(tree: Path, results: Path, noticed_before: Path | None, cap: float, is_wide: bool, is_slow: bool) -> None:
     git(tree, "checkout", "--force", "--quiet", "HEAD", "--", ".")  # removes what a run that was ended has planted
-    study, rows, before = Study(tree), read(results), read(noticed_before)
+    study, rows, before = Study(tree, is_slow), read(results), read(noticed_before)
     moved = read(HERE / "moved.csv")
     for number, fault in read(HERE / "faults.csv").items():
         row, hint = rows.get(number, {}), before.get(number, {}).get("noticed_by", "").partition(" (")[0]
@@ -254,5 +255,5 @@ if __name__ == "__main__":
         if not environment.items() <= os.environ.items():  # again, with an environment that is read only once
             os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
         STATE.mkdir(parents=True, exist_ok=True)
-        run(config.tree.resolve(), config.results, config.noticed, config.cap, config.wide)
+        run(config.tree.resolve(), config.results, config.noticed, config.cap, config.wide, config.slow)
     print_table([path for path in (config.noticed, config.results) if path])

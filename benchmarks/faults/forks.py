@@ -128,7 +128,8 @@ def serve_programs(tree: Path, address: str) -> None:
 class Runs:
     """Runs tests of a tree, one process at a time. Afterwards `seconds` has those of the processor."""
 
-    def __init__(self, tree: Path, folder: Path):
+    def __init__(self, tree: Path, folder: Path, is_slow: bool):
+        self.words = ["-m", ""] * is_slow  # pyproject.toml leaves the slow tier out
         self.tree, self.entries, self.trace = tree, folder / "entries.jsonl", folder / "trace.jsonl"
         self.log, self.server, self.seconds = folder / "output.log", None, 0.0
         for name in PRELOADED:
@@ -151,11 +152,12 @@ class Runs:
         self.entries.write_text("")
         self.trace.write_text("")
         os.environ[TRACE] = str(self.trace) * is_traced
+        words = [*self.words, *["-x"] * (not is_traced)]
         plugins = [Recorder(self.entries, None if is_traced else tests)]
         plugins += [Tracer(self.tree, self.trace)] * is_traced
         before, start = cpu_seconds(self.server), 0.0
         with open(os.devnull) as nothing:
-            process = self._fork(nothing.fileno(), run_tests, self.tree, files, ["-x"] * (not is_traced), plugins)
+            process = self._fork(nothing.fileno(), run_tests, self.tree, files, words, plugins)
         size, ended, self.seconds = 0, "", 0.0
         while not ended and (status := os.waitpid(process.pid, os.WNOHANG)) == (0, 0):
             time.sleep(0.2)
