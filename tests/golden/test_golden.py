@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import io
-import itertools
 import math
 import os
 import random
@@ -129,9 +128,7 @@ A_TOOL = '''def tripled(number: int) -> str:
 
 
 def write_files() -> None:
-    """What the flags name, and few questions, in the working directory."""
-    with (ROOT / "data" / "math_tasks.jsonl").open(encoding="utf-8") as lines:
-        Path("questions.jsonl").write_text("".join(itertools.islice(lines, 192)), encoding="utf-8")
+    """What the flags name, in the working directory."""
     for name, text in (("rewards.py", REWARDS), ("not_finite.py", NOT_FINITE), ("tools.py", A_TOOL)):
         Path(name).write_text(text)
     asked = ({"role": "user", "content": f"Say {n}" + " please" * (n % 7)} for n in range(10))
@@ -177,8 +174,7 @@ def main(place: str, url: str, *names: str) -> None:
     """One rank of several: all these runs. Those whose checkpoints are in parts are also resumed after a kill."""
     torch.set_num_threads(1)
     os.chdir(place)
-    arithmetic.TRAIN_DATA = Path("questions.jsonl")  # all of them take a second to read, and so do a figure and a page
-    viewer.draw_run = lambda _: None
+    viewer.draw_run = lambda _: None  # a figure and a page take a second
     for name in names:
         script = load(name.split()[0])
         directory = train(script, name, "--tensor-parallel 2" if name == "scale/mesh" else "", url)
