@@ -176,6 +176,7 @@ function numberTable({ numbers, i }) {
     isGiven(row) ? number("reference", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`) : ofSampler,
     !isGiven(row) && row.old && number("old − when sampled", "difference", signed(old - sampled)),
     !isGiven(row) && number("reference", "ref", exact(relative(row.ref))),
+    row.after && number("after this step", "after", exact(difference(row.after[i], 0)), `p = ${short(Math.exp(difference(row.after[i], 0)))}`),
     number("entropy", "entropy", exact(difference(row.entropy?.[i], 0))),
     !isGiven(row) && number("advantage", "advantage", signed(row.advantage)),
     names.includes("terms") && number(title("term in the loss"), "total", signed(totals.terms[i], 9)),
