@@ -21,7 +21,14 @@ from viewer.runs import RunError, rolling_means
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SHARED = ("1_basics.js", "3_plots.js", "4_tokens.js", "5_group.js")  # of the page of a run
-CURVES = ("reward/correct", "reward/total", "completion/length", "completion/reasoned", "policy/entropy", "loss/kl")
+CURVES = {  # by key: the title, and what it shows
+    "reward/correct": ("Right answers", "Share of the answers of a step."),
+    "completion/reasoned": ("Reasoned answers", "Share of the answers that begin with a thought."),
+    "completion/length": ("Length", "Tokens of an answer, mean."),
+    "reward/total": ("Reward", "What an answer is paid, mean."),
+    "policy/entropy": ("Entropy", "How undecided the policy is about a token, in nats."),
+    "loss/kl": ("KL to the start", "How far the policy has moved, in nats per token."),
+}
 SETTINGS = ("group_size", "prompts_per_step", "max_new_tokens", "temperature", "lr", "kl_weight", "epochs_per_step")
 SETTINGS += ("minibatch_size", "steps")
 ALGORITHMS = {
@@ -69,11 +76,11 @@ def page_data() -> dict:
     load = lab_data()
     runs = [run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)]
     panels = []
-    for key in CURVES:
-        title, panel = heading(key)
+    for key, (title, about) in CURVES.items():
         curves = [rolling_means(list(series(run, key).values()), WINDOW) for run in runs]
         band = {"lowest": [*map(min, *curves)], "highest": [*map(max, *curves)]}
-        panels.append(encode_panel(panel, {}) | {"key": key, "title": title[:1].upper() + title[1:], "band": band})
+        panel = encode_panel(heading(key)[1], {})
+        panels.append(panel | {"key": key, "title": title, "about": about, "band": band})
     return {
         "load": load,
         "worker": worker_script(),

@@ -70,6 +70,8 @@ const CONTROLS = {
     about: "It runs in this tab, without access to the network. correct(text, answer) is 1 or 0." },
 };
 
+const UNUSED = ["kl_weight", "epochs_per_step", "minibatch_size", "clip_eps"]; // by REINFORCE
+
 const EXAMPLE_REWARD = "// Pays for right answers, and a little for every 7.\nreturn correct(text, answer) + text.split(\"7\").length / 10;";
 
 const DEFAULTS = { algorithm: "grpo", lag: 0, correction: "none", reward: "correct", reward_source: null, mistake: null,

@@ -61,10 +61,10 @@ const GUIDE = [
   },
 ];
 
-/** The list of experiments, and below it the one that is open. `onRun(settings, entry)` starts a run. */
+/** The list of experiments, and below it the one that is open. `onRun(settings, task)` starts a run; `finish(task)` ends it. */
 class Guide {
   constructor(onRun) {
-    Object.assign(this, { onRun, open: null, predicted: new Map(), done: new Set() });
+    Object.assign(this, { onRun, open: null, predicted: new Map(), trained: new Set(), revealed: new Set() });
     const item = ({ title }, i) =>
       element("li", {}, element("button", { type: "button", "aria-expanded": "false", on: { click: () => this.show(i) } }, title));
     fill(byId("guide-list"), GUIDE.map(item));
@@ -89,10 +89,13 @@ class Guide {
       element("label", {},
         element("input", { type: "radio", name: "prediction", id: `prediction-${i}`, checked: i === chosen, on: { change: choose(i) } }),
         ` ${text}`);
-    const runs = entry.runs.map(([label, settings]) =>
-      element("button", { type: "button", disabled: chosen === undefined, on: { click: () => this.onRun(settings, this.open) } }, label));
-    const isDone = this.done.has(this.open);
-    const reveal = element("button", { type: "button", class: "plain", on: { click: () => this.finish(this.open) } }, "Show me without running");
+    const runs = entry.runs.map(([label, settings]) => {
+      const start = () => this.onRun(settings, { entry, settings });
+      const mark = this.trained.has(settings) ? "✓ " : "";
+      return element("button", { type: "button", disabled: chosen === undefined, on: { click: start } }, mark + label);
+    });
+    const isDone = this.revealed.has(entry);
+    const reveal = element("button", { type: "button", class: "plain", on: { click: () => this.reveal(entry) } }, "Show me without running");
     const verdict = chosen === entry.right ? "As you predicted. " : `You predicted: “${entry.predictions[chosen]}” `;
     const link = element("a", { href: pageOf(entry.page[0]) }, entry.page[1]);
     fill(
@@ -105,10 +108,16 @@ class Guide {
     );
   }
 
-  /** All that is shown at the end of an experiment's last run. */
-  finish(place) {
-    this.done.add(place);
-    if (this.open === place) this.draw();
+  /** A run is complete; after the last run of its experiment the reader sees what we measured. */
+  finish({ entry, settings }) {
+    this.trained.add(settings);
+    if (entry.runs.every(([, own]) => this.trained.has(own))) this.reveal(entry);
+    else this.draw();
+  }
+
+  reveal(entry) {
+    this.revealed.add(entry);
+    this.draw();
   }
 }
 

@@ -6,7 +6,7 @@ const PATIENCE = 3000; // milliseconds that the reader's reward may take for all
 const allSteps = []; // of the curves' horizontal axis
 const isEvaluation = () => false; // no curve is of held-out questions
 
-let run = null; // the current one: {number, settings, points, isRunning, isOver}; points: the metrics of each step
+let run = null; // the current one: {number, settings, points, isRunning, isOver, task}; points: the metrics of each step
 let numRuns = 0;
 const earlier = []; // runs, the newest last
 let panels = [];
@@ -74,7 +74,7 @@ const HANDLERS = {
     run.points.length = step;
     for (const panel of panels) panel.update();
     refresh();
-    if (step >= run.settings.steps && run.place !== null && isLastOfGuide(run)) guide.finish(run.place);
+    if (run.task && step >= run.settings.steps) guide.finish(run.task);
   },
   after({ step, group, log_probs }) {
     if (shown?.step !== step || shown.index !== group) return;
@@ -99,11 +99,11 @@ const HANDLERS = {
 // ---- training
 
 /** Begin a run with these settings; the current one becomes an earlier one. */
-function begin(settings, place = null) {
+function begin(settings, task = null) {
   if (run?.points.length) earlier.push(run);
   earlier.splice(0, earlier.length - MOST_EARLIER);
   numRuns += 1;
-  run = { number: numRuns, settings, points: [], isRunning: false, isOver: false, place };
+  run = { number: numRuns, settings, points: [], isRunning: false, isOver: false, task };
   newest = null;
   const { steps, ...sent } = settings;
   send({ type: "start", settings: sent });
@@ -196,7 +196,7 @@ const smoothed = (values) => values.map((_, i) => mean(values.slice(Math.max(0, 
 /** A panel whose curves grow. */
 class LivePanel extends Panel {
   get last() {
-    return Math.max(0, (run?.points.length ?? 0) - 1);
+    return run?.points.length ? run.points.length - 1 : allSteps.length - 1;
   }
 
   options() {
@@ -211,7 +211,7 @@ class LivePanel extends Panel {
   }
 
   line(curve, place) {
-    return { ...super.line(curve, place), width: curve.width, dash: curve.dash, points: { show: place === 0 && run.points.length < 3 } };
+    return { ...super.line(curve, place), width: curve.width, dash: curve.dash, points: { show: () => curve.run === run && run.points.length < 3 } };
   }
 
   update() {
@@ -232,7 +232,7 @@ function curvesOf({ key, band }, isBandShown) {
   const ofRun = (one, style) => ({ key, label: `run ${one.number}`, run: one, values: [], isLive: true, width: 1.5, ...style });
   const edge = (name) => ({ key, label: `${name} of five seeds`, values: allSteps.map((_, i) => band[name][i] ?? null), isLive: true, width: 0.5, color: "--muted" });
   return [
-    ofRun(run, { color: "--c0", width: 2.5 }),
+    ...(run ? [ofRun(run, { color: "--c0", width: 2.5 })] : []),
     ...earlier.map((one) => ofRun(one, styles[one.number % 3])),
     ...(isBandShown ? [edge("highest"), edge("lowest")] : []),
   ];
@@ -241,10 +241,10 @@ function curvesOf({ key, band }, isBandShown) {
 /** All panels anew: which curves they have is decided when a run begins. */
 function drawPanels() {
   panels.forEach(({ plot }) => plot.destroy());
-  allSteps.length = 0;
-  const longest = Math.max(run.settings.steps, ...earlier.map(({ points }) => points.length));
-  for (let step = 1; step <= longest; step++) allSteps.push(step);
-  const isBandShown = [run, ...earlier].some(({ settings }) => isSame({ ...settings, seed: DEFAULTS.seed }, DEFAULTS));
+  const runs = [run, ...earlier].filter(Boolean);
+  const longest = Math.max(run?.settings.steps ?? DEFAULTS.steps, ...earlier.map(({ points }) => points.length));
+  allSteps.splice(0, allSteps.length, ...Array.from({ length: longest }, (_, i) => i + 1));
+  const isBandShown = !run || runs.some(({ settings }) => isSame({ ...settings, seed: DEFAULTS.seed }, DEFAULTS));
   const onPoint = (index) => panels.forEach((panel) => panel.point(index));
   panels = data.panels.map((panel) => {
     const made = new LivePanel({ ...panel, curves: curvesOf(panel, isBandShown) }, { onPoint, onChoose: () => {} });
@@ -253,9 +253,9 @@ function drawPanels() {
   });
   fill(byId("panels"), panels.map(({ root }) => root));
   panels.forEach((panel) => (panel.resize(), panel.update()));
-  const names = [run, ...earlier].map((one) => `Run ${one.number}: ${nameOf(one.settings)}.`).join(" ");
+  const names = runs.map((one) => `Run ${one.number}: ${nameOf(one.settings)}.`).join(" ");
   const band = isBandShown
-    ? "The band goes from the lowest to the highest of five seeds that PyTorch trained with the default settings."
+    ? "The band goes from the lowest to the highest of five seeds that PyTorch has trained with the default settings."
     : "There is no band: it was measured with the default settings only.";
   byId("curves-note").textContent = `${names} Curves are means of ${data.window} steps. ${band}`;
 }
@@ -314,20 +314,29 @@ function control(name) {
 }
 
 function drawForm() {
-  const fieldset = ([title, about]) => {
+  const group = ([title, about]) => {
     const names = Object.keys(CONTROLS).filter((name) => CONTROLS[name].group === title);
     const lines = title === "Algorithm" && element("div", { id: "lines" });
-    return element("fieldset", {}, element("legend", {}, title), element("p", { class: "note" }, about), names.map(control), lines);
+    const parts = [element("summary", {}, title), element("p", { class: "note" }, about), names.map(control), lines];
+    return element("details", { open: title === "Algorithm", "data-group": title }, parts);
   };
-  fill(byId("form"), Object.entries(GROUPS).map(fieldset));
+  fill(byId("form"), Object.entries(GROUPS).map(group));
 }
 
 const inputOf = (name) => byId(`setting-${name}`);
 
-const readForm = () => Object.fromEntries(Object.keys(CONTROLS).map((name) => [name, parseSetting(name, inputOf(name).value)]));
+/** The settings of the form; throws a sentence if one is not allowed. */
+function readForm() {
+  const settings = Object.fromEntries(Object.keys(CONTROLS).map((name) => [name, parseSetting(name, inputOf(name).value)]));
+  return { ...settings, reward_source: settings.reward === "own" ? settings.reward_source : null };
+}
 
+/** Show settings in the form; groups with one that is not the default are opened. */
 function fillForm(settings) {
-  for (const name of Object.keys(CONTROLS)) inputOf(name).value = settings[name] ?? (name === "reward_source" ? EXAMPLE_REWARD : "");
+  for (const name of Object.keys(CONTROLS)) {
+    inputOf(name).value = settings[name] ?? (name === "reward_source" ? EXAMPLE_REWARD : "");
+    if (settings[name] !== DEFAULTS[name]) inputOf(name).closest("details").open = true;
+  }
   formChanged();
 }
 
@@ -346,13 +355,15 @@ function formChanged() {
     }
     byId(`setting-${name}-about`).textContent = sentence;
   }
+  const isPlain = inputOf("algorithm").value.startsWith("reinforce");
+  for (const name of UNUSED) inputOf(name).disabled = isPlain;
   byId("setting-reward_source").closest(".setting").hidden = inputOf("reward").value !== "own";
   const { file, lines } = data.lines[inputOf("algorithm").value];
   const marked = lines.map(([text, isNew]) => [element(isNew ? "mark" : "span", {}, text), "\n"]);
   fill(byId("lines"), element("a", { href: pageOf(data.isBook ? `${file}.html` : file) }, file), element("pre", { tabindex: 0, "aria-label": `lines of ${file}` }, element("code", {}, marked)));
   try {
     const settings = readForm();
-    const used = Object.keys(CONTROLS).filter((name) => settings[name] !== DEFAULTS[name] && (name !== "reward_source" || settings.reward === "own"));
+    const used = Object.keys(CONTROLS).filter((name) => settings[name] !== DEFAULTS[name]);
     history.replaceState(null, "", `#${new URLSearchParams(used.map((name) => [name, settings[name] ?? ""]))}`);
   } catch {
     // the address keeps the last settings that can be used
@@ -393,15 +404,9 @@ function checked({ ok, value, message }) {
 
 // ---- guided experiments
 
-/** Whether all runs of the experiment have been trained, this one last. */
-function isLastOfGuide({ place, settings }) {
-  const done = [...earlier, run].filter((one) => one.place === place && one.points.length >= one.settings.steps);
-  return GUIDE[place].runs.every(([, own]) => done.some((one) => isSame({ ...DEFAULTS, ...own }, one.settings))) && settings === run.settings;
-}
-
-const guide = new Guide((settings, place) => {
+const guide = new Guide((settings, task) => {
   fillForm({ ...DEFAULTS, ...settings });
-  begin({ ...DEFAULTS, ...settings }, place);
+  begin(wanted(), task);
   go(true);
   byId("controls").scrollIntoView({ block: "start" });
 });
@@ -413,6 +418,7 @@ function listen(id, event, handle) {
 }
 
 drawForm();
+drawPanels();
 fillForm(readAddress());
 byId("base-link").href = pageOf("experiment_base/README.md");
 listen("train", "click", train);
