@@ -8,6 +8,7 @@ import ast
 import os
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 from viewer.bands import WINDOW
@@ -58,7 +59,7 @@ def render(base: str = "", is_book: bool = False) -> str:
     import jinja2
 
     script = "".join(own_text(HERE.parent / "page" / name) for name in SHARED)
-    script += "".join(own_text(HERE / name) for name in ("controls.js", "guide.js", "page.js"))
+    script += "".join(own_text(HERE / name) for name in ("settings.js", "guide.js", "page.js"))
     uplot_js = own_text(HERE.parent / "vendor" / "uPlot.iife.min.js")
     styles = [HERE.parent / "vendor" / "uPlot.min.css", HERE.parent / "page" / "report.css", HERE / "lab.css"]
     css = "".join(map(own_text, styles))
@@ -83,6 +84,7 @@ def page_data() -> dict:
         panels.append(panel | {"key": key, "title": title, "about": about, "band": band})
     return {
         "load": load,
+        "texts": tomllib.loads(own_text(HERE / "texts.toml")),
         "worker": worker_script(),
         "tokenTexts": load["data"].pop("token_texts"),
         "titles": {"kl": heading("loss/kl")[1].title},

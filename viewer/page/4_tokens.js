@@ -168,15 +168,16 @@ function numberTable({ numbers, i }) {
   const relative = (list) => (list ? sampled + difference(list[i], 0) : NaN); // written as a difference
   const old = row.old ? relative(row.old) : sampled;
   const title = (text) => (updates.length === 1 ? text : `${text}, all updates`);
+  const after = difference(row.after?.[i], 0);
   const ofSampler = [
     number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
+    isNumber(after) && number("after this step", "after", exact(after), `p = ${short(Math.exp(after))}`),
     number("old", "old", exact(old)),
   ];
   const facts = [
     isGiven(row) ? number("reference", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`) : ofSampler,
     !isGiven(row) && row.old && number("old − when sampled", "difference", signed(old - sampled)),
     !isGiven(row) && number("reference", "ref", exact(relative(row.ref))),
-    row.after && number("after this step", "after", exact(difference(row.after[i], 0)), `p = ${short(Math.exp(difference(row.after[i], 0)))}`),
     number("entropy", "entropy", exact(difference(row.entropy?.[i], 0))),
     !isGiven(row) && number("advantage", "advantage", signed(row.advantage)),
     names.includes("terms") && number(title("term in the loss"), "total", signed(totals.terms[i], 9)),
