@@ -7,7 +7,7 @@ const STYLES = [{ color: "--c1", dash: [6, 3] }, { color: "--c2", dash: [2, 3] }
 const allSteps = []; // of the curves' horizontal axis
 const isEvaluation = () => false; // no curve is of held-out questions
 
-let run = null; // {number, name, settings, points, isRunning, isOver, task}; points: the metrics of each step
+let run = null; // {number, name, settings, task, points: metrics of each step, isBegun, isRunning, isOver}
 const earlier = []; // runs, the newest last
 let panels = [];
 let newest = null; // the newest message of a step
@@ -60,6 +60,7 @@ function fail(sentence) {
 
 const HANDLERS = {
   step(message) {
+    if (!run.isBegun) return; // it is of the run before
     run.points.length = message.step - 1;
     run.points.push(message.metrics);
     newest = message;
@@ -68,7 +69,9 @@ const HANDLERS = {
     refresh(message.seconds);
   },
   paused({ step }) {
-    Object.assign(run, { isRunning: false });
+    run.isBegun = true; // the first answer to a start
+    if (run.isRunning && step < run.settings.steps) return;
+    run.isRunning = false;
     run.points.length = Math.min(run.points.length, step);
     for (const panel of panels) panel.update();
     refresh();
@@ -106,8 +109,8 @@ function begin(settings, task = null) {
   if (run?.points.length) earlier.push(run);
   if (earlier.length > MOST_EARLIER) earlier.shift();
   const number = Math.max(0, ...[run, ...earlier].map((one) => (one?.points.length ? one.number : 0))) + 1;
-  run = { number, name: nameOf(settings), settings, points: [], isRunning: false, isOver: false, task };
-  newest = null;
+  run = { number, name: nameOf(settings), settings, task, points: [], isBegun: false, isRunning: false, isOver: false };
+  hideGroup();
   send({ type: "start", settings });
   drawPanels();
 }
@@ -181,6 +184,7 @@ function rewind() {
   const last = run.points.length;
   if (!Number.isInteger(step) || step < 0 || step >= last) return say(`Rewind: give a step from 0 to ${last - 1}.`);
   say("");
+  hideGroup();
   send({ type: "rewind", step });
 }
 
@@ -278,10 +282,18 @@ const inMicro = (values) => values && Array.from(values, (value) => value / MICR
 /** A row as the page of a run reads it: log-probs in micro-nats, all but the sampler's as differences from these. */
 function rowOf({ log_probs, old, ref, entropy, updates, ...row }) {
   const relative = (values) => values && inMicro(Array.from(values, (value, i) => value - log_probs[i]));
-  const update = ({ epoch, minibatch, log_probs: ofUpdate, ...measurements }) =>
-    ({ epoch, minibatch, log_probs: relative(ofUpdate), measurements }); // prettier-ignore
+  const update = ({ epoch, minibatch, log_probs: ofUpdate, ...measured }) => {
+    const measurements = Object.entries(measured).map(([name, values]) => [name, Array.from(values, Number)]);
+    return { epoch, minibatch, log_probs: relative(ofUpdate), measurements: Object.fromEntries(measurements) };
+  };
   const fixed = { mask: row.ids.map(() => 1), turns: null, sampler: inMicro(log_probs), entropy: inMicro(entropy) };
   return { ...row, ...fixed, old: relative(old), ref: relative(ref), updates: updates.map(update) };
+}
+
+function hideGroup() {
+  newest = null;
+  byId("no-group").hidden = false;
+  byId("group-view").hidden = true;
 }
 
 /** Offer the groups of a step, and show the one whose returns differ most. */
