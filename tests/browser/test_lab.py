@@ -1,0 +1,213 @@
+"""The laboratory in a real browser: it trains, shows what the loss sees, and survives what a reader may do.
+
+As for the page of a run, no page may have a fault or a request (`open_page`).
+"""
+
+import json
+import re
+
+import pytest
+
+from viewer.lab.build import ALGORITHMS, ROOT, SETTINGS, lesson, write_lab
+from viewer.results import read_runs
+
+SMALL = "prompts_per_step=2&group_size=4&steps=3&max_new_tokens=24"  # a step takes a tenth of a second
+ENDLESS = "while (true) {}"
+
+
+@pytest.fixture(scope="module")
+def lab(browser, tmp_path_factory):
+    return write_lab(tmp_path_factory.mktemp("lab") / "lab.html")
+
+
+@pytest.fixture
+def open_lab(lab, open_page):
+    """Open the page with the settings of a link; a worker's address is no request."""
+
+    def open_at(settings: str = SMALL, **context):
+        page = open_page(lab, **context)
+        page.on("request", lambda request: request.url.startswith("blob:") and page.requests.remove(request.url))
+        page.evaluate("settings => location.hash = settings", settings)
+        page.wait_for_function("settings => !settings || document.querySelector('#form')", arg=settings)
+        return page
+
+    return open_at
+
+
+def wait_for(page, condition: str) -> None:
+    """Of the page's state: {run, earlier, newest, shown}."""
+    page.wait_for_function(f"() => {{ const {{ run, earlier, newest, shown }} = lab.state(); return {condition}; }}")
+
+
+def train(page, steps: int = 3) -> None:
+    page.click("#train")
+    wait_for(page, f"run && !run.isRunning && run.points.length === {steps}")
+
+
+def write_reward(page, source: str) -> None:
+    page.locator("#form summary", has_text="Reward").evaluate("summary => summary.parentNode.open = true")
+    page.select_option("#setting-reward", "own")
+    page.fill("#setting-reward_source", source)
+
+
+def test_it_trains_and_shows_the_numbers_of_a_token(open_lab):
+    page = open_lab()
+    assert page.inner_text("#train") == "Train"
+    train(page)
+    assert page.inner_text("#train") == "20 more steps"
+    points = page.evaluate("lab.state().run.points.map(point => point['reward/correct'])")
+    assert len(points) == 3
+    assert f"{round(points[-1] * 8)} of 8 answers right" in page.inner_text("#progress")
+    panel = page.locator("[data-panel='Right answers']")
+    assert float(panel.locator("output").first.inner_text()) == pytest.approx(sum(points) / 3, abs=1e-4)
+    page.locator(".completion[data-rank='0'] .token").nth(1).click()
+    assert not page.is_checked("#follow")
+    page.wait_for_selector("#readout [data-key=after]")
+    row = page.evaluate(
+        """() => { const { shown, newest } = lab.state(), { rows } = newest.groups[shown.index];
+            return rows.toSorted((a, b) => b.return - a.return || a.completion_index - b.completion_index)[0]; }"""
+    )
+    pushes = row["updates"][0]["push"]
+    numbers = {"sampler": row["log_probs"][1], "advantage": row["advantage"], "push-total": pushes[1]}
+    for key, value in numbers.items():
+        assert float(page.inner_text(f"#readout [data-key={key}]")) == pytest.approx(value, abs=2e-6)
+
+
+def test_a_link_holds_all_settings_and_bad_ones_are_said(open_lab):
+    link = "algorithm=gspo&lag=4&seed=7&group_size=4&lr=0.0001&minibatch_size=8&reward=long&mistake=batch"
+    page = open_lab(link)
+    page.wait_for_function("document.getElementById('setting-lag').value === '4'")
+    chosen = dict(part.split("=") for part in link.split("&"))
+    assert {name: page.input_value(f"#setting-{name}") for name in chosen} == chosen
+    assert dict(part.split("=") for part in page.evaluate("location.hash.slice(1)").split("&")) == chosen
+    page.evaluate("location.hash = 'lag=99&algorithm=ppo&nonsense=1&seed=3'")
+    page.wait_for_function("document.getElementById('setting-seed').value === '3'")
+    said = page.inner_text("#message")
+    assert all(text in said for text in ("from 0 to 16", "choose one of grpo", "no setting nonsense"))
+    assert (page.input_value("#setting-lag"), page.input_value("#setting-algorithm")) == ("0", "grpo")
+    page.fill("#setting-group_size", "1")
+    page.click("#train")
+    assert "nothing to compare" in page.inner_text("#message")
+    assert page.evaluate("lab.state().run") is None
+
+
+def test_the_lines_of_an_algorithm_are_those_of_its_train_py():
+    for name, experiment in ALGORITHMS.items():
+        shown, text = lesson(experiment), (ROOT / experiment / "train.py").read_text(encoding="utf-8")
+        assert all(line.strip() in text for line, _ in shown["lines"])
+        assert "policy_loss" in str(shown["lines"])
+        assert any(is_new for _, is_new in shown["lines"]) == (name != "grpo")
+
+
+def test_defaults_are_those_of_the_band(lab):
+    text = lab.read_text(encoding="utf-8")
+    data = json.loads(re.search(r'<script type="application/json" id="run-data">(.*?)</script>', text, re.DOTALL)[1])
+    runs = [run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)]
+    assert [run.config["seed"] for run in runs] == data["seeds"] == [0, 1, 2, 3, 4]
+    for run in runs:
+        assert {name: run.config[name] for name in SETTINGS} == data["defaults"]
+    assert data["defaults"] == data["defaults"] | {"group_size": 8, "max_new_tokens": 96, "lr": 5e-5}
+
+
+# Slow: what a reader may do
+
+
+@pytest.mark.slow
+def test_a_reward_that_cannot_be_used_is_said_and_training_goes_on_with_another(open_lab):
+    page = open_lab()
+    for source, words in (("throw new Error('no')", "no"), ("return 'x'", "number"), ("return (", "JavaScript")):
+        write_reward(page, source)
+        page.click("#train")
+        page.wait_for_function("words => document.getElementById('message').textContent.includes(words)", arg=words)
+        assert page.inner_text("#train") != "Pause"
+    write_reward(page, ENDLESS)
+    page.click("#check")
+    page.wait_for_function("document.getElementById('checked').textContent.includes('three seconds')")
+    page.click("#train")
+    page.wait_for_function("document.getElementById('message').textContent.includes('was stopped')")
+    write_reward(page, "return text.length")
+    page.click("#check")
+    page.wait_for_function("document.getElementById('checked').textContent.includes('gets')")
+    train(page)
+    assert page.evaluate("lab.state().run.points.at(-1)['reward/total']") > 5
+
+
+@pytest.mark.slow
+def test_a_run_that_breaks_says_so_and_can_be_rewound(open_lab):
+    page = open_lab(SMALL.replace("steps=3", "steps=40") + "&lr=1")
+    page.click("#train")
+    page.wait_for_function("/rewind/.test(document.getElementById('message').textContent)")
+    wait_for(page, "!run.isRunning")
+    page.fill("#rewind-step", "0")
+    page.click("#rewind")
+    wait_for(page, "run.points.length === 0")
+
+
+@pytest.mark.slow
+def test_a_step_computed_again_after_a_rewind_is_the_same(open_lab):
+    page = open_lab(SMALL.replace("steps=3", "steps=8"))
+    train(page, 8)
+    before = page.evaluate("lab.state().run.points")
+    page.fill("#rewind-step", "6")
+    page.click("#rewind")
+    wait_for(page, "run.points.length === 6")
+    assert page.inner_text("#train") == "Continue"
+    train(page, 8)
+    timeless = [{key: value for key, value in point.items() if not key.startswith("time/")} for point in before]
+    assert page.evaluate("lab.state().run.points") == timeless
+    page.fill("#setting-seed", "1")
+    assert page.inner_text("#train") == "Train with these settings"
+    train(page, 8)
+    assert page.evaluate("lab.state().earlier.length") == 1
+    assert page.locator("[data-panel='Right answers'] .legend li").count() == 2
+
+
+@pytest.mark.slow
+def test_a_guided_experiment_asks_for_a_prediction_and_then_shows_what_was_measured(open_lab):
+    page = open_lab("")
+    page.locator("#guide-list button", has_text="One wrong line").click()
+    runs = page.locator("#guide-open .bar button")
+    assert runs.first.is_disabled()
+    page.check("#prediction-2")
+    page.locator("#guide-open").get_by_text("What happened?").click()
+    assert "As you predicted" in page.inner_text(".happened")
+    runs.nth(1).click()
+    wait_for(page, "run?.points.length >= 1")
+    assert page.input_value("#setting-mistake") == "mask"
+    page.click("#train")
+
+
+@pytest.mark.slow
+def test_it_answers_a_question_before_and_after(open_lab):
+    page = open_lab()
+    page.click("#ask-form button")
+    page.wait_for_selector("#answers:not([hidden])")
+    before, now = page.inner_text("#answer-before"), page.inner_text("#answer-now")
+    assert before == now
+    assert re.search(r"<answer>-?\d+</answer>", before)
+
+
+@pytest.mark.slow
+def test_a_browser_without_simd_gets_one_sentence(open_lab):
+    page = open_lab()
+    page.add_init_script("WebAssembly.validate = () => false")
+    page.reload()
+    page.requests.pop()
+    assert "SIMD" in page.inner_text("#message")
+    assert page.locator("#train").is_disabled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 400)])
+def test_axe_finds_nothing_and_a_phone_scrolls_one_way(open_lab, scheme, width):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = open_lab(color_scheme=scheme, viewport={"width": width, "height": 800})
+    train(page)
+    page.locator("#guide-list button").first.click()
+    page.check("#prediction-1")
+    page.locator(".completion .token").first.click()
+    page.evaluate("document.querySelectorAll('#form details').forEach(details => details.open = true)")
+    found = [entry for entry in Axe().run(page).response["violations"] if entry["impact"] != "minor"]
+    assert [(entry["id"], entry["nodes"][0]["html"]) for entry in found] == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width
