@@ -305,7 +305,7 @@ function showGroups({ step, groups }) {
   byId("no-group").hidden = true;
   byId("group-view").hidden = false;
   byId("shown-step").textContent = `Step ${step}. In parentheses: the mean reward of a question's answers.`;
-  showGroup({ step, groups, index: spreads.indexOf(largest(spreads, 0)) });
+  showGroup({ step, groups, index: Math.max(0, spreads.indexOf(largest(spreads, 0))) });
 }
 
 function showGroup(next) {
