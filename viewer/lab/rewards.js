@@ -67,18 +67,18 @@ export function own_reward(source) {
   try {
     reward = new Function("text", "answer", "question", "correct", `"use strict";\n${source}`);
   } catch (error) {
-    throw new Error(`The reward is no JavaScript: ${error.message}`);
+    throw new Error(`The reward is no JavaScript: ${error.message}.`);
   }
   return (text, answer, question) => {
     let value;
     try {
       value = reward(text, answer, question, correct);
     } catch (error) {
-      throw new Error(`The reward failed at the completion ${JSON.stringify(text)}: ${error?.message ?? error}`);
+      throw new Error(`The reward failed at the completion ${JSON.stringify(text)}: ${error?.message ?? error}.`);
     }
     if (typeof value === "boolean") value = Number(value);
     if (typeof value === "number" && Number.isFinite(value)) return value;
     const kind = typeof value === "number" ? "" : `, which is ${value === undefined ? "no value" : `a ${typeof value}`}`;
-    throw new Error(`The reward returned ${String(value)}${kind}, at the completion ${JSON.stringify(text)}: it must be a number`);
+    throw new Error(`The reward returned ${String(value)}${kind}, at the completion ${JSON.stringify(text)}: it must be a number.`);
   };
 }
