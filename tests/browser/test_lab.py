@@ -102,7 +102,9 @@ def test_the_lines_of_an_algorithm_are_those_of_its_train_py():
 def test_defaults_are_those_of_the_band(lab):
     text = lab.read_text(encoding="utf-8")
     data = json.loads(re.search(r'<script type="application/json" id="run-data">(.*?)</script>', text, re.DOTALL)[1])
-    runs = [run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)]
+    runs = [
+        run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)
+    ]
     assert [run.config["seed"] for run in runs] == data["seeds"] == [0, 1, 2, 3, 4]
     for run in runs:
         assert {name: run.config[name] for name in SETTINGS} == data["defaults"]

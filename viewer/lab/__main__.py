@@ -1,6 +1,6 @@
 """Write the laboratory: one page in which the bundled policy learns in the reader's browser.
 
-    python -m viewer.lab lab.html          # a file that needs no network; open it with a browser
+python -m viewer.lab lab.html          # a file that needs no network; open it with a browser
 """
 
 import sys

@@ -69,13 +69,17 @@ def render(base: str = "", is_book: bool = False) -> str:
     parts = {"css": css, "script": script, "uplot_js": uplot_js, "csp": "; ".join(rules)}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     data = page_data() | {"base": base, "isBook": is_book}
-    return environment.from_string(own_text(HERE / "lab.html.jinja")).render(**parts, data=to_json(data), checksum=CHECKSUM)
+    return environment.from_string(own_text(HERE / "lab.html.jinja")).render(
+        **parts, data=to_json(data), checksum=CHECKSUM
+    )
 
 
 def page_data() -> dict:
     """What the scripts of the page read, and what they send to the worker (`load`, `worker`)."""
     load = lab_data()
-    runs = [run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)]
+    runs = [
+        run for name, run in read_runs(ROOT / "experiment_base" / "results").items() if re.fullmatch(r"seed\d", name)
+    ]
     panels = []
     for key, (title, about) in CURVES.items():
         curves = [rolling_means(list(series(run, key).values()), WINDOW) for run in runs]
@@ -105,4 +109,7 @@ def lesson(experiment: str) -> dict:
     (loss,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "policy_loss"]
     first = [line for line in advantage.splitlines() if "experience = collate" not in line]
     lines = [*textwrap.dedent("\n".join(first)).splitlines(), "", *text.splitlines()[loss.lineno - 1 : loss.end_lineno]]
-    return {"file": f"{experiment}/train.py", "lines": [[line, bool(line.strip()) and line.strip() not in base] for line in lines]}
+    return {
+        "file": f"{experiment}/train.py",
+        "lines": [[line, bool(line.strip()) and line.strip() not in base] for line in lines],
+    }
