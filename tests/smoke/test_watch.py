@@ -71,7 +71,7 @@ def test_a_browser_gets_the_page_until_the_run_ends_and_then_one_that_needs_no_s
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a browser would open")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_server_does_not_outlive_a_run_that_is_stopped(tmp_path, number):
     """Without a screen only the address is printed."""
     environment = {name: os.environ[name] for name in os.environ.keys() - {"BROWSER", "DISPLAY", "WAYLAND_DISPLAY"}}

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import slow_row
 
 from common.chat import encode_prompt
 from common.errors import UserError
@@ -80,6 +81,22 @@ def test_the_estimate_has_the_gradient_of_the_reverse_kl(train, make_experience,
     found = expected_gradient(train, make_experience, student, advantages)
     torch.testing.assert_close(found, gradient_of_kl(student, teacher), atol=1e-9, rtol=0)
     assert found.abs().max() > 0.01
+
+
+def test_terms_and_pushes_equal_a_slow_loop(train, make_experience):
+    """DAPO's loss with one clip; tokens that are no actions have large ratios, and count for nothing."""
+    mask, config = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0]]), train.Config()
+    old, advantages = random_values(3, 4, seed=4), random_values(3, 4, seed=5)
+    log_probs = (old + random_values(3, 4, seed=6) / 2).requires_grad_()
+    given = {"advantages": advantages, "old_log_probs": old, "log_probs_ref": old}
+    terms, _ = train.policy_loss(config, log_probs, make_experience(mask, **given), 4)
+    terms.sum().backward()
+    settings = {"num_rows": 3, "num_tokens": 4, "kl_weight": 0.0, "budget": 1, "clip_eps": config.clip_eps}
+    rows = zip(*(tensor.tolist() for tensor in (mask, log_probs, advantages, old)), strict=True)
+    expected, pushes = zip(*(slow_row("dapo", *row, None, **settings) for row in rows), strict=True)
+    torch.testing.assert_close(terms.detach(), torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(log_probs.grad, -torch.tensor(pushes, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert (log_probs.grad == 0)[mask == 1].any()  # the clip
 
 
 def test_the_gradient_equals_trl_on_given_rows(train, make_experience):
