@@ -172,7 +172,7 @@ def test_a_planted_mistake_is_the_one_in_python(compare, load_script, make_own, 
     change, flags = CHANGES[mistake], SMALL | UPDATES | {"steps": 2}
     flags |= {"epochs_per_step": 1, "minibatch_size": 16} if mistake == "mask" else {}
     if isinstance(change, tuple):
-        found = compare("grpo", flags, train=make_own(change), mistake=mistake)
+        found = compare("grpo", flags, WEIGHTS_OF_FEW_ROWS, train=make_own(change), mistake=mistake)
     else:
         train = load_script("experiment_base/train.py")
         with TRAPS[change].plant(train):
@@ -195,13 +195,14 @@ def test_a_change_of_train_py_alone_is_noticed(compare, make_own, change):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_five_full_steps_are_those_of_its_train_py(compare, name):
-    """GSPO's with a wider clip: at 3e-4 rounding decides who is clipped, in Python too with other micro-batches.
+    """GSPO and CISPO make 16 updates a step, which enlarge rounding: two steps, and GSPO with a wider clip.
 
-    Its 16 updates of a step enlarge rounding, so that three steps are compared.
+    At its clip of 3e-4 rounding decides who is clipped, in Python too when only its micro-batches are others.
     """
-    flags = {"steps": 5, "max_new_tokens": 48, "prompts_per_step": 16, "group_size": 8}
-    flags |= {"clip_eps": 0.01, "clip_eps_high": 0.02, "steps": 3} if name == "gspo" else {}
-    found = compare(name, flags, weights=2e-3 if "reinforce" in name else 1e-3)
+    flags = {"steps": 2 if name in ("gspo", "cispo") else 5, "max_new_tokens": 48}
+    flags |= {"prompts_per_step": 16, "group_size": 8}
+    flags |= {"clip_eps": 0.01, "clip_eps_high": 0.02} if name == "gspo" else {}
+    found = compare(name, flags, weights=WEIGHTS_OF_FEW_ROWS if "reinforce" in name else 1e-3)
     assert found == []
 
 
