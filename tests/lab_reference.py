@@ -7,15 +7,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
-from pytest import MonkeyPatch
 
 import common.sampling
 from common.experience import Experience
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
 from common.loss import probability_ratio
-
 from viewer.lab.data import lab_data, worker_script
 
 HERE = Path(__file__).resolve().parent
@@ -98,7 +97,7 @@ def record(train: ModuleType, flags: dict, lag: int = 0, correction: str = "none
         earlier.append(run.recorded[-1].weights)
 
     run.checkpoint = checkpoint
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if lag:
             patch.setattr(train, "sample", sample_with_lag)
             patch.setattr(train, "old_log_probs", old_log_probs, raising=False)

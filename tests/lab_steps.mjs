@@ -35,6 +35,7 @@ const found = cases.map(({ settings, questions, given }, number) => {
   return given.map((_, i) => {
     const { metrics, groups } = training.train_step();
     fs.writeFileSync(`${folder}/${number}-${i}.f32`, policy.weights);
+    fs.writeFileSync(`${folder}/gradient.f32`, policy.grad); // of the last update
     const rows = groups.flatMap((group) => group.rows.map(({ advantage, updates }) => ({ advantage, updates })));
     return { metrics, rows, own_ids: training.own_ids };
   });

@@ -50,9 +50,9 @@ out.errors.push((await send({ type: "run", until: 9 }, "error")).message);
 
 const used = () => (gc(), process.memoryUsage().heapUsed);
 await send({ type: "start", settings: { ...settings, max_new_tokens: 2, prompts_per_step: 1 } }, "paused");
-await send({ type: "run", until: 40 }, "paused");
+await send({ type: "run", until: 20 }, "paused");
 const before = used();
-await send({ type: "run", until: 100 }, "paused");
+await send({ type: "run", until: 60 }, "paused");
 posted = [];
 out.growth = used() - before;
 console.log(JSON.stringify(out));

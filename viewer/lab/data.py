@@ -1,4 +1,4 @@
-"""What the page of the laboratory needs of the repository: the kernels, the bundled policy, its questions, the scripts."""
+"""What the page of the laboratory needs of the repository: the kernels, the bundled policy, its questions, scripts."""
 
 import base64
 import json
