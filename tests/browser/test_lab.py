@@ -41,7 +41,7 @@ def wait_for(page, condition: str) -> None:
 
 def train(page, steps: int = 3) -> None:
     page.click("#train")
-    wait_for(page, f"run && !run.isRunning && run.points.length === {steps}")
+    wait_for(page, f"run && !run.until && run.points.length === {steps}")
 
 
 def write_reward(page, source: str) -> None:
@@ -140,7 +140,7 @@ def test_a_run_that_breaks_says_so_and_can_be_rewound(open_lab):
     write_reward(page, "return 1e300 * text.length")  # infinite in float32
     page.click("#train")
     page.wait_for_function("/rewind/.test(document.getElementById('message').textContent)")
-    wait_for(page, "!run.isRunning")
+    wait_for(page, "!run.until")
     page.fill("#rewind-step", "0")
     page.click("#rewind")
     wait_for(page, "run.points.length === 0")
@@ -162,7 +162,7 @@ def test_a_step_computed_again_after_a_rewind_is_the_same(open_lab):
     timeless = [{key: value for key, value in point.items() if not key.startswith("time/")} for point in before]
     assert page.evaluate("lab.state().run.points") == timeless
     page.fill("#setting-seed", "1")
-    assert page.inner_text("#train") == "Train with these settings"
+    assert page.inner_text("#train") == "New run with these settings"
     train(page, 8)
     assert page.evaluate("lab.state().earlier.length") == 1
     assert page.locator("[data-panel='Right answers'] .legend li").count() == 2

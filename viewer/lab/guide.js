@@ -1,12 +1,13 @@
 // The guided experiments of texts.toml: a question, a prediction, some runs, and what was measured over several seeds.
 
-/** The list of experiments, and below it the one that is open. `onRun(settings, task)` starts a run, `finish` ends it. */
+/** The list of experiments; the open one is below its title. `onRun(settings, task)` starts a run, `finish` ends it. */
 class Guide {
   constructor(onRun) {
     Object.assign(this, { onRun, open: null, predicted: new Map(), trained: new Set(), revealed: new Set() });
-    this.buttons = data.texts.guide.map((entry) =>
-      element("button", { type: "button", "aria-expanded": "false", on: { click: () => this.show(entry) } }, entry.title),
-    );
+    this.buttons = data.texts.guide.map((entry) => {
+      const looks = { type: "button", "aria-expanded": "false", on: { click: () => this.show(entry) } };
+      return element("button", looks, entry.title);
+    });
     fill(byId("guide-list"), this.buttons.map((button) => element("li", {}, button)));
   }
 
@@ -40,11 +41,12 @@ class Guide {
     const predictions = [element("legend", {}, "Your prediction"), entry.predictions.map(prediction)];
     const isRevealed = this.revealed.has(entry);
     const looks = { type: "button", class: "plain", on: { click: () => this.reveal(entry) } };
+    const reveal = chosen !== undefined && !isRevealed && element("button", looks, "What happened?");
     fill(
       byId("guide-open"),
       element("p", {}, entry.question),
       element("fieldset", { class: "predictions" }, predictions),
-      element("p", { class: "bar" }, runs, chosen !== undefined && !isRevealed && element("button", looks, "What happened?")),
+      element("p", { class: "bar" }, runs, reveal),
       chosen === undefined && element("p", { class: "note" }, "Choose a prediction; then you can run it."),
       isRevealed && this.outcome(entry, chosen),
     );

@@ -2,26 +2,26 @@
 
 const MOST_EARLIER = 3; // runs that stay in the curves beside the current one
 const PATIENCE = 3000; // milliseconds that the reader's reward may take for all answers of a step
-const STYLES = [{ color: "--c1", dash: [6, 3] }, { color: "--c2", dash: [2, 3] }, { color: "--c3", dash: [8, 3, 2, 3] }];
+const STYLES = [["--c1", [6, 3]], ["--c2", [2, 3]], ["--c3", [8, 3, 2, 3]]]; // of these
 
 const allSteps = []; // of the curves' horizontal axis
 const isEvaluation = () => false; // no curve is of held-out questions
 
-let run = null; // {number, name, settings, task, points: metrics of each step, isBegun, isRunning, isOver}
+let run = null; // {number, name, settings, task, points: metrics of each step, until: 0 if it is paused, isOver}
 const earlier = []; // runs, the newest last
 let panels = [];
 let newest = null; // the newest message of a step
 let shown = null; // {step, groups, index}: the group in sight
 let view = null; // of this group
 let chosen = { by: "push", pass: "" }; // how tokens are coloured
-let isAway = false; // training waits because the tab is hidden
+let away = 0; // while the tab is hidden, training waits: where it was going
 
-const say = (text) => (byId("message").textContent = visible(text));
+const say = (text, more = null) => fill(byId("message"), visible(text), more);
 const listen = (id, event, handle) => byId(id).addEventListener(event, handle);
 
 // ---- the worker
 
-let worker = null;
+let worker = null; // of the current run
 let waiting = null; // the timer of the reader's reward
 
 const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)).buffer;
@@ -29,23 +29,29 @@ const bytes = (text) => Uint8Array.from(atob(text), (character) => character.cha
 /** Send a message; the worker is made, and gets the policy, when it is needed. */
 function send(message) {
   if (!worker) {
-    worker = new Worker(URL.createObjectURL(new Blob([data.worker], { type: "text/javascript" })));
-    worker.onmessage = (event) => HANDLERS[event.data.type]?.(event.data);
-    worker.onerror = (event) => fail(`The worker has failed: ${event.message}.`);
-    worker.postMessage({ type: "load", ...data.load, wasm: bytes(data.load.wasm), weights: bytes(data.load.weights) });
+    const made = new Worker(URL.createObjectURL(new Blob([data.worker], { type: "text/javascript" })));
+    made.onmessage = (event) => made === worker && HANDLERS[event.data.type]?.(event.data);
+    made.onerror = (event) => fail(`The worker has failed: ${event.message}.`);
+    made.postMessage({ type: "load", ...data.load, wasm: bytes(data.load.wasm), weights: bytes(data.load.weights) });
+    worker = made;
   }
   worker.postMessage(message);
 }
 
-/** The reader's reward runs from now on: if it does not return, the worker is ended, and its weights with it. */
+/** End the worker, and its weights with it: only so can a reward be stopped that does not return. */
+function endWorker() {
+  worker?.terminate();
+  worker = null;
+}
+
+/** The reader's reward runs from now on: if it does not return, say so in the end. */
 function watch(late) {
   clearTimeout(waiting);
   if (!late) return;
   waiting = setTimeout(() => {
-    worker.terminate();
-    worker = null;
+    endWorker();
     late();
-    if (run) Object.assign(run, { isRunning: false, isOver: true });
+    if (run) Object.assign(run, { until: 0, isOver: true });
     refresh();
   }, PATIENCE);
 }
@@ -53,29 +59,32 @@ function watch(late) {
 /** Training cannot go on: say why. */
 function fail(sentence) {
   watch(null);
-  if (run) run.isRunning = false;
+  if (run) Object.assign(run, { until: 0, isOver: run.isOver || !run.points.length });
   say(sentence);
   refresh();
 }
 
 const HANDLERS = {
   step(message) {
-    if (!run.isBegun) return; // it is of the run before
     run.points.length = message.step - 1;
     run.points.push(message.metrics);
     newest = message;
     if (byId("follow").checked) showGroups(message);
     for (const panel of panels) panel.update();
+    const isBroken = run.points.length >= 5 && run.points.slice(-5).every((point) => point["reward/correct"] === 0);
+    if (isBroken !== run.isBroken) say((run.isBroken = isBroken) ? BROKEN : "");
     refresh(message.seconds);
   },
   paused({ step }) {
-    run.isBegun = true; // the first answer to a start
-    if (run.isRunning && step < run.settings.steps) return;
-    run.isRunning = false;
+    if (step < run.until) return send({ type: "run", until: run.until }); // it has just been started
+    run.until = 0;
     run.points.length = Math.min(run.points.length, step);
     for (const panel of panels) panel.update();
     refresh();
-    if (run.task && step >= run.settings.steps) guide.finish(run.task);
+    if (!run.task || step < run.settings.steps) return;
+    guide.finish(run.task);
+    const back = { click: () => byId("guide-open").scrollIntoView() };
+    say("", element("button", { type: "button", class: "plain", on: back }, `Back to “${run.task.entry.title}”`));
   },
   after({ step, group, log_probs }) {
     if (shown?.step !== step || shown.index !== group) return;
@@ -92,7 +101,8 @@ const HANDLERS = {
   rewards: ({ done }) => watch(done ? null : () => say(SLOW)),
   checked({ ok, value, message }) {
     watch(null);
-    byId("checked").textContent = visible(ok ? `An example answer gets ${short(value)}.` : `It cannot be used: ${message}`);
+    const said = ok ? `An example answer gets ${short(value)}.` : `It cannot be used: ${message}`;
+    byId("checked").textContent = visible(said);
   },
   error: ({ message }) => fail(message),
   checksum({ value }) {
@@ -100,72 +110,67 @@ const HANDLERS = {
     byId("checksum").textContent = `This browser has computed ${verdict}.`;
   },
 };
+const BROKEN = "No answer of the last five steps was right. Rewind, change a setting, and go on from there; or reset.";
 const SLOW = "Your reward did not return within three seconds, so it was stopped. Change it, and train from the start.";
 
 // ---- training
 
-/** Begin a run; the current one becomes an earlier one. `task`: of the guide. */
-function begin(settings, task = null) {
+/** Begin a run, in a worker of its own, and go to a step; the current run becomes an earlier one. */
+function begin(settings, until = 0, task = null) {
   if (run?.points.length) earlier.push(run);
   if (earlier.length > MOST_EARLIER) earlier.shift();
   const number = Math.max(0, ...[run, ...earlier].map((one) => (one?.points.length ? one.number : 0))) + 1;
-  run = { number, name: nameOf(settings), settings, task, points: [], isBegun: false, isRunning: false, isOver: false };
+  run = { number, name: nameOf(settings), settings, task, points: [], until, isBroken: false, isOver: false };
   hideGroup();
+  watch(null);
+  endWorker();
   send({ type: "start", settings });
   drawPanels();
+  say("");
+  refresh();
 }
 
-/** Run or pause; a run at its end goes on for 20 steps more. */
-function go(isRunning) {
-  const { settings, points } = run;
-  run.isRunning = isRunning;
-  if (isRunning && points.length >= settings.steps) {
-    run.settings = { ...settings, steps: points.length + 20 };
-    drawPanels();
-  }
-  send(isRunning ? { type: "run", until: run.settings.steps } : { type: "pause" });
+/** Go on to a step; 0: pause. */
+function go(until) {
+  run.until = until;
+  send(until ? { type: "run", until } : { type: "pause" });
   say("");
   refresh();
 }
 
 /** The settings of the form; null, and a sentence, if they cannot be used. */
 function wanted() {
-  let fault = "";
   try {
     const settings = readForm();
-    fault = contradiction(settings);
+    const fault = contradiction(settings);
     if (!fault) return settings;
+    say(fault);
   } catch (error) {
-    fault = error.message;
+    say(error.message);
   }
-  say(fault);
   return null;
 }
 
 /** Whether the form asks for another run than the current one. */
-function isChanged() {
-  try {
-    return !run || run.isOver || !isSame(readForm(), run.settings);
-  } catch {
-    return true;
-  }
-}
+const isChanged = () => !run || run.isOver || !formed() || !isSame(formed(), run.settings);
 
+/** Train or pause; a run at its end goes on for 20 steps more. */
 function train() {
-  if (run?.isRunning) return go(false);
+  if (run?.until) return go(0);
   const settings = wanted();
   if (!settings) return;
-  if (isChanged()) begin(settings);
-  else if (run.points.length < settings.steps) run.settings = settings;
-  go(true);
+  if (isChanged()) return begin(settings, settings.steps);
+  const step = run.points.length;
+  run.settings = { ...settings, steps: step < settings.steps ? settings.steps : step + 20 };
+  drawPanels();
+  go(run.settings.steps);
 }
 
 function oneStep() {
   const settings = wanted();
   if (!settings) return;
-  if (isChanged()) begin(settings);
-  say("");
-  send({ type: "step" });
+  if (isChanged()) begin(settings, 1);
+  else go(run.points.length + 1);
 }
 
 /** Change the settings of the current run from its next step on, e.g. the learning rate after a rewind. */
@@ -176,7 +181,7 @@ function goOn() {
   run.settings = settings;
   send({ type: "change", settings });
   drawPanels();
-  go(true);
+  go(Math.max(settings.steps, run.points.length + 1));
 }
 
 function rewind() {
@@ -190,18 +195,23 @@ function rewind() {
 
 /** The buttons, and the line that says where training is. */
 function refresh(seconds = null) {
-  const { points = [], settings, isRunning = false, isOver = true } = run ?? {};
+  const { points = [], settings, until = 0, isOver = true } = run ?? {};
   const step = points.length;
   const isNew = isChanged();
   let action = step ? "Continue" : "Train";
-  if (run && isNew) action = "Train with these settings";
+  if (run && isNew) action = "New run with these settings";
   else if (run && step >= settings.steps) action = "20 more steps";
-  byId("train").textContent = isRunning ? "Pause" : action;
-  byId("go-on").hidden = !step || !isNew || isRunning || isOver;
-  byId("one-step").disabled = isRunning;
-  for (const id of ["rewind", "rewind-step"]) byId(id).disabled = !step || isRunning || isOver;
+  byId("train").textContent = until ? "Pause" : action;
+  byId("go-on").hidden = !step || !isNew || Boolean(until) || isOver;
+  byId("one-step").disabled = until;
+  for (const id of ["rewind", "rewind-step"]) byId(id).disabled = !step || until || isOver;
   byId("reset").disabled = !run;
-  if (!run) return;
+  if (!run) {
+    const settings = formed();
+    const isPlain = !settings || isSame(settings, DEFAULTS);
+    byId("progress").textContent = isPlain ? "A step takes about a second." : `To train: ${nameOf(settings)}.`;
+    return;
+  }
   const rows = settings.prompts_per_step * settings.group_size;
   const right = step && `${Math.round(points[step - 1]["reward/correct"] * rows)} of ${rows} answers right`;
   const parts = [`Run ${run.number}: ${run.name}`, `step ${step} of ${settings.steps}`, right];
@@ -251,12 +261,14 @@ function drawPanels() {
   const runs = [run, ...earlier].filter(Boolean);
   const longest = Math.max(run?.settings.steps ?? DEFAULTS.steps, ...earlier.map(({ points }) => points.length));
   allSteps.splice(0, allSteps.length, ...Array.from({ length: longest }, (_, i) => i + 1));
-  const isFitting = ({ settings }) => isSame({ ...settings, seed: DEFAULTS.seed }, DEFAULTS);
-  const isBand = !run || runs.some(isFitting);
+  const isBand = runs.some(({ settings }) => isSame({ ...settings, seed: DEFAULTS.seed }, DEFAULTS));
+  byId("no-run").hidden = runs.length > 0;
+  byId("panels").hidden = !runs.length;
   const onPoint = (index) => panels.forEach((panel) => panel.point(index));
   panels = data.panels.map(({ key, band, ...panel }) => {
     const ofRun = (one) => {
-      const style = one === run ? { color: "--c0", width: 2.5 } : { width: 1.5, ...STYLES[one.number % 3] };
+      const [stroke, dash] = one === run ? ["--c0"] : STYLES[one.number % 3];
+      const style = { color: stroke, dash, width: one === run ? 2.5 : 1.5 };
       return { key, label: `run ${one.number}`, run: one, values: [], isLive: true, ...style };
     };
     const edge = (name) => {
@@ -269,10 +281,9 @@ function drawPanels() {
   fill(byId("panels"), panels.map(({ root }) => root));
   panels.forEach((panel) => (panel.resize(), panel.update()));
   const names = runs.map((one) => `Run ${one.number}: ${one.name}. `).join("");
-  const measured = isBand
-    ? "The band goes from the lowest to the highest of five seeds that PyTorch has trained with the default settings."
-    : "There is no band: it was measured with the default settings only.";
-  byId("curves-note").textContent = `${names}Curves are means of ${data.window} steps. ${measured}`;
+  const band = isBand ? " The band goes from the lowest to the highest of five seeds that PyTorch has trained." : "";
+  const smooth = `Each point is the mean of ${data.window} steps.`;
+  byId("curves-note").textContent = runs.length ? `${names}${smooth}${band}` : "";
 }
 
 // ---- the answers of a step
@@ -325,8 +336,7 @@ const paint = (change) => view.paint((chosen = { ...chosen, ...change }));
 const guide = new Guide((own, task) => {
   const settings = { ...DEFAULTS, ...own };
   fillForm(settings);
-  begin(settings, task);
-  go(true);
+  begin(settings, settings.steps, task);
   byId("controls").scrollIntoView();
 });
 drawForm();
@@ -340,14 +350,13 @@ listen("rewind", "click", rewind);
 listen("reset", "click", () => {
   const settings = wanted();
   if (settings) begin(settings);
-  refresh();
 });
 listen("form", "input", formChanged);
 listen("form", "submit", (event) => event.preventDefault());
 listen("defaults", "click", () => fillForm(DEFAULTS));
 listen("copy", "click", async () => {
   const copied = navigator.clipboard?.writeText(location.href) ?? Promise.reject(new Error("no clipboard"));
-  await copied.then(() => say("The link is copied."), () => say(`The link is the address of this page: ${location.href}`));
+  say(await copied.then(() => "The link is copied.", () => `The address of this page is the link: ${location.href}`));
 });
 listen("check", "click", () => {
   byId("checked").textContent = "";
@@ -365,12 +374,17 @@ listen("ask-form", "submit", (event) => {
   event.preventDefault();
   send({ type: "ask", question: byId("asked").value, temperature: 0 });
 });
+listen("skip", "click", (event) => {
+  event.preventDefault(); // the part of the address behind # is for settings
+  byId("curves").focus();
+});
 addEventListener("hashchange", () => fillForm(readAddress()));
 document.addEventListener("visibilitychange", () => {
-  if (!(document.hidden ? run?.isRunning : isAway)) return;
-  isAway = document.hidden;
-  go(!isAway);
-  if (isAway) say("Training waits while this tab is hidden.");
+  const until = document.hidden ? run?.until : away;
+  if (!until) return;
+  away = document.hidden ? until : 0;
+  go(away ? 0 : until);
+  if (away) say("Training waits while this tab is hidden.");
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawPanels());
 if (!WebAssembly.validate(bytes(data.load.wasm))) {

@@ -2,8 +2,8 @@
 
 const CONTROLS = data.texts.controls; // by name, as in the train.py files: {group, label, about, range, options, ...}
 const UNUSED = ["kl_weight", "epochs_per_step", "minibatch_size", "clip_eps"]; // by REINFORCE
-const OTHERS = { algorithm: "grpo", clip_eps: null, lag: 0, correction: "none", reward: "correct", reward_source: null };
-const DEFAULTS = { ...OTHERS, mistake: null, seed: 0, ...data.defaults };
+const OWN_DEFAULTS = { lag: 0, correction: "none", reward: "correct", reward_source: null, mistake: null, seed: 0 };
+const DEFAULTS = { algorithm: "grpo", clip_eps: null, ...OWN_DEFAULTS, ...data.defaults };
 const EXAMPLE_REWARD = `// Pays for a right answer, and a little for every 7.
 return correct(text, answer) + (text.split("7").length - 1) / 10;`;
 
@@ -61,7 +61,8 @@ function drawForm() {
     const check = long && [button, element("span", { id: "checked", role: "status" })];
     const input = options ? element("select", described, choices) : long ? box() : field();
     const about = element("p", { class: "note", id: `${id}-about` });
-    return element("div", { class: `setting${long ? " long" : ""}` }, element("label", { for: id }, label), input, check, about);
+    const looks = { class: `setting${long ? " long" : ""}` };
+    return element("div", looks, element("label", { for: id }, label), input, check, about);
   };
   const group = ([title, about]) => {
     const names = Object.keys(CONTROLS).filter((name) => CONTROLS[name].group === title);
@@ -77,6 +78,15 @@ function readForm() {
   const read = Object.keys(CONTROLS).map((name) => [name, parseSetting(name, inputOf(name).value)]);
   const settings = Object.fromEntries(read);
   return settings.reward === "own" ? settings : { ...settings, reward_source: null };
+}
+
+/** The settings of the form, or null. */
+function formed() {
+  try {
+    return readForm();
+  } catch {
+    return null;
+  }
 }
 
 /** Show settings in the form; groups with one that is not the default are opened. */
@@ -106,7 +116,8 @@ function formChanged() {
   inputOf("reward_source").closest(".setting").hidden = inputOf("reward").value !== "own";
   const { file, lines } = data.lines[inputOf("algorithm").value];
   const marked = lines.map(([text, isNew]) => [element(isNew ? "mark" : "span", {}, text), "\n"]);
-  const code = element("pre", { tabindex: 0, role: "region", "aria-label": `lines of ${file}` }, element("code", {}, marked));
+  const looks = { tabindex: 0, role: "region", "aria-label": `lines of ${file}` };
+  const code = element("pre", looks, element("code", {}, marked));
   fill(byId("lines"), element("a", { href: pageOf(file) }, file), code);
   if (!document.querySelector('[aria-invalid="true"]')) {
     const settings = readForm();
@@ -128,8 +139,9 @@ function readAddress() {
       faults.push(error.message);
     }
   }
+  const own = "This link brings a reward of its own: read it under Settings before you train.";
   if (faults.length) say(`Parts of the link cannot be used; the defaults take their place. ${faults.join(" ")}`);
-  else if (settings.reward === "own") say("This link brings a reward of its own: read it under Settings before you train.");
+  else if (settings.reward === "own") say(own);
   return settings;
 }
 
