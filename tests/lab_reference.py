@@ -1,17 +1,21 @@
-"""What the experiments' own `train` computes, step by step, for comparison with the laboratory of viewer/lab."""
+"""The laboratory of viewer/lab beside the experiments' own `train`, step by step.
 
+python tests/lab_reference.py FOLDER        # the tables of docs/lab.md, as CSV: an hour on one core
+"""
+
+import csv
+import importlib
 import json
 import subprocess
-from dataclasses import dataclass, field
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, patch
 
 import numpy as np
-import pytest
 import torch
 
 import common.sampling
-from common.experience import Experience
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
 from common.loss import probability_ratio
@@ -19,90 +23,103 @@ from viewer.lab.data import lab_data, worker_script
 
 HERE = Path(__file__).resolve().parent
 IMPORTANCE_CAP = 2
+EXPERIMENTS = {  # of the menu: its train.py
+    "reinforce": "policy_gradients/reinforce",
+    "reinforce_baseline": "policy_gradients/reinforce",
+    "grpo": "experiment_base",
+    "drgrpo": "experiment_drgrpo",
+    "rloo": "policy_gradients/rloo",
+    "maxrl": "policy_gradients/maxrl",
+    "gspo": "policy_gradients/gspo",
+    "cispo": "policy_gradients/cispo",
+}
+LARGE = 1e-4  # a gradient's size, by their root mean square, above which it is more than rounding
 
 
-@dataclass
-class Step:
-    metrics: dict[str, float]
-    trajectories: list
-    experience: Experience
-    statistics: object
-    weights: dict[str, torch.Tensor]  # after it
+def full_steps(name: str) -> dict:
+    """Flags of steps of the default size.
+
+    GSPO and CISPO make 16 updates a step, which enlarge rounding: two steps, and GSPO with a wider clip. At its clip of
+    3e-4 rounding decides who is clipped, in Python too when only its micro-batches are others.
+    """
+    flags = {"steps": 2 if name in ("gspo", "cispo") else 5, "max_new_tokens": 48}
+    flags |= {"prompts_per_step": 16, "group_size": 8}
+    return flags | ({"clip_eps": 0.01, "clip_eps_high": 0.02} if name == "gspo" else {})
 
 
-@dataclass
-class Recorder:
-    """A run that keeps everything in memory: what `train` of a train.py calls."""
-
-    newest: dict[str, float] = field(default_factory=dict)
-    recorded: list[Step] = field(default_factory=list)
-
-    def prepare(self, policy, optimizer):
-        return policy, optimizer
-
-    def restore(self, policy, optimizer):
-        pass
-
-    def steps(self, number):
-        return range(1, number + 1)
-
-    def lap(self, name):
-        pass
-
-    def costs(self, num_tokens):
-        return {}
-
-    def log(self, step, metrics):
-        self.newest = metrics
-
-    def log_samples(self, step, trajectories, experience, statistics):
-        self.recorded.append(Step(self.newest, trajectories, experience, statistics, {}))
-
-    def checkpoint(self, step, policy, optimizer):
-        self.recorded[-1].weights = copy_of(policy)
+def in_node(folder: Path, expression: str, given: object) -> object:
+    """The value of an expression of lab.mjs, which gets `given`."""
+    (folder / "scripts.mjs").write_text(worker_script(is_module=True), encoding="utf-8")
+    (folder / "input.json").write_text(json.dumps({"loaded": lab_data(), "given": given}), encoding="utf-8")
+    subprocess.run(["node", "--expose-gc", HERE / "lab.mjs", expression], cwd=folder, check=True)
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
-def copy_of(policy) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+def record(train: ModuleType, name: str, flags: dict, lag: int = 0, correction: str = "none", mistake=None):
+    """A run's steps in Python, and the case in which JavaScript computes them again.
 
-
-def record(train: ModuleType, flags: dict, lag: int = 0, correction: str = "none") -> tuple[object, list[Step]]:
-    """The task and the steps of a run. No train.py has a lag: its `sample` gets the weights of so many steps ago."""
-    argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    No train.py has a lag: its `sample` gets the weights of so many steps ago.
+    """
+    baseline = {"baseline": "none" if name == "reinforce" else "mean"} if "reinforce" in name else {}
+    argv = [part for key, value in (flags | baseline).items() for part in (f"--{key.replace('_', '-')}", str(value))]
     config = train.parse_config(train.Config, [*argv, "--device", "cpu", "--eval-every", "0"], description="")
     task, policy = train.load_task(config), train.load_policy(config, config.temperature)
-    kl_weight = getattr(config, "kl_weight", None)
-    reference = {} if kl_weight is None else {"reference": train.make_reference(policy) if kl_weight else None}
-    run, earlier = Recorder(), [copy_of(policy)]
+    reference = {"reference": train.make_reference(policy)} if hasattr(config, "kl_weight") else {}
+    run = Mock(newest={}, steps=lambda n: range(1, n + 1), costs=lambda num_tokens: {})
+    run.log = lambda step, metrics: setattr(run, "newest", metrics)
+    steps, before = [], weights_of(policy)
+    weights = [before]  # before each step
+    least = np.full(flat(before).shape, np.inf, dtype="f4")  # each weight's smallest gradient, by their r.m.s.
 
-    def sample_with_lag(policy, *arguments, **options):
-        now = copy_of(policy)
-        load(policy, earlier[max(0, len(run.recorded) - lag)])
+    def prepare(policy, optimizer):
+        optimizer.register_step_pre_hook(see_gradient)
+        return policy, optimizer
+
+    def see_gradient(*_):
+        gradient = flat({name: weight.grad.abs() for name, weight in policy.named_parameters()})
+        np.minimum(least, gradient / np.sqrt(np.mean(gradient**2)), out=least)
+
+    def log_samples(step, trajectories, experience, statistics):
+        own = {"experience": experience, "of_rows": statistics.rows, "sampler": weights[max(0, step - 1 - lag)]}
+        steps.append(SimpleNamespace(metrics=run.newest, rows=trajectories, is_large=least > LARGE, **own))
+        weights.append(weights_of(policy))
+        steps[-1].weights = weights[-1]
+
+    def sample(policy, *arguments, **options):
+        load(policy, weights[max(0, len(steps) - lag)])
         trajectories = common.sampling.sample(policy, *arguments, **options)
-        load(policy, now)
+        load(policy, weights[-1])
         return trajectories
 
     def old_log_probs(config, policy, experience):
         if correction == "none":
             return experience.sampler_log_probs
         old = token_log_probs(policy, experience, config.micro_batch)
-        weights = probability_ratio(old, experience.sampler_log_probs, experience.action_mask)
+        ratio = probability_ratio(old, experience.sampler_log_probs, experience.action_mask)
         if correction == "mask":
-            weights = torch.where((weights > IMPORTANCE_CAP) | (weights < 1 / IMPORTANCE_CAP), 0.0, weights)
-        experience.advantages = weights.clamp(max=IMPORTANCE_CAP) * experience.advantages
+            ratio = ratio.where((ratio <= IMPORTANCE_CAP) & (ratio >= 1 / IMPORTANCE_CAP), 0.0)
+        experience.advantages = ratio.clamp(max=IMPORTANCE_CAP) * experience.advantages
         return old
 
-    def checkpoint(step, policy, optimizer):
-        Recorder.checkpoint(run, step, policy, optimizer)
-        earlier.append(run.recorded[-1].weights)
-
-    run.checkpoint = checkpoint
-    with pytest.MonkeyPatch.context() as patch:
-        if lag:
-            patch.setattr(train, "sample", sample_with_lag)
-            patch.setattr(train, "old_log_probs", old_log_probs, raising=False)
+    run.prepare, run.log_samples = prepare, log_samples
+    own = {"old_log_probs": old_log_probs} if lag else {}
+    with patch.multiple(train, create=True, sample=sample, **own):
         train.train(config, run, task, policy, **reference)
-    return SimpleNamespace(config=config, task=task, policy=policy, before=earlier[0]), run.recorded
+    settings = {key: value for key, value in flags.items() if key != "steps"}
+    settings |= {"algorithm": name, "lag": lag, "correction": correction, "mistake": mistake}
+    questions = [{key: row[key] for key in ("question", "answer")} for row in task.train_rows]
+    given = [[row_of(row) for row in step.rows] for step in steps]
+    case = {"settings": settings, "questions": questions, "given": given}
+    return SimpleNamespace(config=config, policy=policy, before=before, steps=steps, case=case)
+
+
+def row_of(row) -> dict:
+    log_probs = row.sampler_log_probs[row.prompt_length :]
+    return {"ids": row.completion_ids, "sampler_log_probs": log_probs, "finish_reason": row.finish_reason}
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in policy.named_parameters()}
 
 
 def load(policy, weights: dict[str, torch.Tensor]) -> None:
@@ -112,48 +129,60 @@ def load(policy, weights: dict[str, torch.Tensor]) -> None:
 
 
 def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
-    return torch.cat([weight.flatten() for weight in weights.values()]).numpy()
+    """All weights in one array, in the order of the laboratory."""
+    return torch.cat([weights[name].flatten() for name in sorted(weights)]).numpy()
 
 
-def run_lab(cases: list[dict], folder: Path) -> list[list[dict]]:
-    """The steps of each case {settings, questions, given} in node, each with its `weights`."""
-    scripts, given = folder / "lab.mjs", folder / "input.json"
-    scripts.write_text(worker_script(is_module=True), encoding="utf-8")
-    given.write_text(json.dumps({"loaded": lab_data(), "cases": cases}), encoding="utf-8")
-    subprocess.run(["node", HERE / "lab_steps.mjs", scripts, given, folder], check=True)
-    found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-    for number, steps in enumerate(found):
-        for index, step in enumerate(steps):
-            step["weights"] = np.fromfile(folder / f"{number}-{index}.f32", dtype="<f4")
-    return found
+def compare(recorded: list, folder: Path) -> list[dict]:
+    """For each recorded run: the rows, those with the same tokens, and the largest difference of each kind."""
+    found = in_node(folder, "train(given)", [run.case for run in recorded])
+    return [differences(run, its, f"{folder}/{i}") for i, (run, its) in enumerate(zip(recorded, found, strict=True))]
 
 
-def case_of(settings: dict, setup, steps: list[Step]) -> dict:
-    given = [
-        [
-            {
-                "ids": row.completion_ids,
-                "sampler_log_probs": row.sampler_log_probs[row.prompt_length :],
-                "finish_reason": row.finish_reason,
-            }
-            for row in step.trajectories
-        ]
-        for step in steps
-    ]
-    questions = [{name: row[name] for name in ("question", "answer")} for row in setup.task.train_rows]
-    return {"settings": settings, "questions": questions, "given": given}
+def differences(run, found: list[dict], path: str) -> dict:
+    """The largest differences; `later`: of terms and pushes after the first update, as a share of the row's largest."""
+    out = dict.fromkeys(("rows", "equal", "draw", "advantage", "terms", "push", "later", "weights", "large_weights"), 0)
+
+    def see(name: str, error: float) -> None:
+        out[name] = max(out.get(name, 0), float(error))
+
+    for index, (step, other) in enumerate(zip(run.steps, found, strict=True)):
+        for b, (row, own_ids, its) in enumerate(zip(step.rows, other["own_ids"], other["rows"], strict=True)):
+            out["rows"] += 1
+            out["equal"] += row.completion_ids == own_ids
+            if row.completion_ids != own_ids:
+                see("draw", distance_of_draw(run, step, row, own_ids, (run.config.seed, index + 1)))
+            advantages = step.experience.advantages[b]
+            see("advantage", abs(advantages[0].item() - its["advantage"]) if len(advantages) == 1 else 0)
+            updates = step.of_rows.get((row.prompt_index, row.completion_index), [])
+            assert [update[:2] for update in updates] == [(own["epoch"], own["minibatch"]) for own in its["updates"]]
+            for number, (update, own) in enumerate(zip(updates, its["updates"], strict=True)):
+                for key in {"terms", "push", "ratio", "clipped", "capped", "kl"} & {*own, *update.measurements}:
+                    (places,) = step.experience.action_mask[b].nonzero(as_tuple=True)  # of tokens that count
+                    values = update.measurements[key][places].numpy()
+                    its_values = np.array(own[key], dtype=float)[places - row.prompt_length + 1]
+                    error, size = np.abs(its_values - values).max(), np.abs(values).max()
+                    if key not in ("terms", "push") or not (index or number):
+                        see(key, error)
+                    elif size:
+                        see("later", error / size)
+        for name in {*step.metrics} & {*other["metrics"]}:
+            see("metrics", abs(other["metrics"][name] - step.metrics[name]) / max(1, abs(step.metrics[name])))
+        change = flat(step.weights) - flat(run.before)
+        error = np.fromfile(f"{path}-{index}.f32", dtype="<f4", count=len(change)) - flat(step.weights)
+        see("weights", np.linalg.norm(error) / np.linalg.norm(change))
+        see("large_weights", np.linalg.norm(error[step.is_large]) / np.linalg.norm(change[step.is_large]))
+    return out | {"share": float(step.is_large.mean())}
 
 
-def distance_of_draw(setup, weights, trajectory, own_ids: list[int], key: tuple[int, int]) -> float:
+def distance_of_draw(run, step, row, own_ids: list[int], key: tuple[int, int]) -> float:
     """How far the uniform number of the first other token is from the boundary beyond which it would be that token."""
-    pairs = zip(trajectory.completion_ids, own_ids, strict=False)
+    pairs = zip(row.completion_ids, own_ids, strict=False)
     place = next(t for t, (a, b) in enumerate(pairs) if a != b)
-    name = (*key, trajectory.prompt_index, trajectory.completion_index)
-    uniform = keyed_generator("tokens", *name).random(place + 1)[-1]
-    load(setup.policy, weights)
+    uniform = keyed_generator("tokens", *key, row.prompt_index, row.completion_index).random(place + 1)[-1]
+    load(run.policy, step.sampler)
     with torch.no_grad():
-        ids = torch.tensor([trajectory.ids[: trajectory.prompt_length + place]])
-        logits = setup.policy.model(input_ids=ids).logits[0, -1].double() / setup.policy.temperature
-    ends = logits.softmax(dim=-1).cumsum(dim=0)
-    low, high = sorted((trajectory.completion_ids[place], own_ids[place]))
+        logits = run.policy.model(input_ids=torch.tensor([row.ids[: row.prompt_length + place]])).logits[0, -1].double()
+    ends = (logits / run.policy.temperature).softmax(dim=-1).cumsum(dim=0)
+    low, high = sorted((row.completion_ids[place], own_ids[place]))
     return max(abs(ends[low].item() - uniform), abs(ends[high - 1].item() - uniform))

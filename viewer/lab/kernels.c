@@ -54,18 +54,19 @@ static float exp1(float x) { return wasm_f32x4_extract_lane(vexp(splat(x)), 0); 
 
 // Matrix product ------------------------------------------------------------------------------------------------------
 
-enum { ROWS = 4, DEPTH = 256, WIDTH = 256 };  // of the packed blocks, which stay in the cache
-static float packed_a[ROWS * DEPTH] __attribute__((aligned(16))), packed_b[DEPTH * WIDTH] __attribute__((aligned(16)));
+enum { ROWS = 4, DEPTH = 512 };
+static float panel[8 * DEPTH] __attribute__((aligned(16)));  // 8 columns of B, which stay in the cache
 
-// ROWS x 8 entries of C, from packed blocks of A and B, over k terms.
-static void product_of_blocks(int k, in a, in b, out c, int ldc, int rows, int adds) {
+// ROWS x 8 entries of C, from the rows of A and the panel, over k terms; only the first `rows` of them are there.
+static void product_with_panel(int k, in a, int ar, int ac, int rows, out c, int ldc, int adds) {
   v128_t s[ROWS][2];
-  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = splat(0);
-  for (; k > 0; k--, a += ROWS, b += 8) {
+  int row[ROWS];
+  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = splat(0), row[i] = i < rows ? i * ar : 0;
+  for (in b = panel; k > 0; k--, a += ac, b += 8) {
     v128_t b0 = load(b), b1 = load(b + 4);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      v128_t x = wasm_v128_load32_splat(a + i);
+      v128_t x = wasm_v128_load32_splat(a + row[i]);
       s[i][0] = add(s[i][0], mul(x, b0));
       s[i][1] = add(s[i][1], mul(x, b1));
     }
@@ -82,26 +83,13 @@ static void product_of_blocks(int k, in a, in b, out c, int ldc, int rows, int a
 // C (m, n) = A (m, k) B (k, n), or added to C if `adds`. Each of A and B has a stride for its rows and one for its
 // columns (ar, ac, br, bc), so that either may be transposed. n is a multiple of 8.
 API(void, gemm)(int m, int n, int k, in a, int ar, int ac, in b, int br, int bc, out c, int adds) {
-  for (int n0 = 0; n0 < n; n0 += WIDTH)
-    for (int k0 = 0; k0 < k; k0 += DEPTH) {
-      int width = n - n0 < WIDTH ? n - n0 : WIDTH, depth = k - k0 < DEPTH ? k - k0 : DEPTH;
-      for (int j = 0; j < width; j += 8)
-        if (bc == 1)
-          for (int x = 0; x < depth; x++) {
-            in p = b + (k0 + x) * br + n0 + j;
-            wasm_v128_store(packed_b + j * depth + x * 8, load(p));
-            wasm_v128_store(packed_b + j * depth + x * 8 + 4, load(p + 4));
-          }
-        else
-          for (int y = 0; y < 8; y++)
-            for (int x = 0; x < depth; x++) packed_b[j * depth + x * 8 + y] = b[(k0 + x) * br + (n0 + j + y) * bc];
-      for (int m0 = 0; m0 < m; m0 += ROWS) {
-        int rows = m - m0 < ROWS ? m - m0 : ROWS;
-        for (int y = 0; y < ROWS; y++)
-          for (int x = 0; x < depth; x++) packed_a[x * ROWS + y] = y < rows ? a[(m0 + y) * ar + (k0 + x) * ac] : 0;
-        for (int j = 0; j < width; j += 8)
-          product_of_blocks(depth, packed_a, packed_b + j * depth, c + m0 * n + n0 + j, n, rows, adds || k0);
-      }
+  for (int k0 = 0; k0 < k; k0 += DEPTH, a += DEPTH * ac, b += DEPTH * br)
+    for (int n0 = 0; n0 < n; n0 += 8) {
+      int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
+      for (int y = 0; y < 8; y++)
+        for (int x = 0; x < depth; x++) panel[x * 8 + y] = b[x * br + (n0 + y) * bc];
+      for (int m0 = 0; m0 < m; m0 += ROWS)
+        product_with_panel(depth, a + m0 * ar, ar, ac, m - m0 < ROWS ? m - m0 : ROWS, c + m0 * n + n0, n, adds || k0);
     }
 }
 
@@ -125,12 +113,18 @@ API(void, rms_norm_grad)(int n, int h, in x, in w, in inv, in dy, out dx, out dw
   }
 }
 
+// A token: its id, its position, and which keys it sees: in all position + 1, the first `shared` of them from the slot
+// `first`, which are its prompt's, there once for the rows of a group; the others from the slot `own`.
+typedef const struct { int id, position, first, shared, own; } *tokens;
+
+static int slot(tokens t, int j) { return j < t->shared ? t->first + j : t->own + j - t->shared; }
+
 // Turns each head of x (n, heads, size) in place by the angles of its token's position. With sign -1: the gradient.
-API(void, rope)(int n, int heads, int size, out x, ids position, in cos, in sin, float sign) {
+API(void, rope)(int n, int heads, int size, out x, tokens t, in cos, in sin, float sign) {
   int half = size / 2;
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, x += size) {
-      in c = cos + position[i] * half, s = sin + position[i] * half;
+      in c = cos + t->position * half, s = sin + t->position * half;
       for (int d = 0; d < half; d++) {
         float a = x[d], b = x[d + half];
         x[d] = a * c[d] - b * (sign * s[d]), x[d + half] = b * c[d] + a * (sign * s[d]);
@@ -138,47 +132,41 @@ API(void, rope)(int n, int heads, int size, out x, ids position, in cos, in sin,
     }
 }
 
-// Query i sees the keys [first[i], first_end[i]), its prompt's, and [own[i], last[i]], its own row's so far: a prompt is
-// there once for all rows of its group. A prompt's own token has first_end -1 and sees [first[i], last[i]].
-#define EACH_KEY(j, t) \
-  for (int j = 0, t = first[i]; t <= last[i]; j++, t = t + 1 == first_end[i] && own[i] > t ? own[i] : t + 1)
-
-// y (n, heads, size) = softmax(q k / sqrt(size)) v. Several query heads share one of `kv` key heads. p (n, heads, width)
-// keeps the probabilities for the gradient.
-API(void, attention)(int n, int heads, int kv, int size, in q, in k, in v, ids first, ids first_end, ids own, ids last,
-                     out p, int width, out y) {
+// y (n, heads, size) = softmax(q k / sqrt(size)) v. Several query heads share one of `kv` key heads.
+// p (n, heads, width) keeps the probabilities for the gradient.
+API(void, attention)(int n, int heads, int kv, int size, in q, in k, in v, tokens t, out p, int width, out y) {
   float scale = 1 / __builtin_sqrtf(size);
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, q += size, y += size, p += width) {
-      int at = h / (heads / kv) * size, row = kv * size, count = 0;
+      int at = h / (heads / kv) * size, row = kv * size;
       float top = -1e30f, sum = 0;
-      EACH_KEY(j, t) {
-        float x = p[j] = dot(size, q, k + t * row + at) * scale;
-        top = x > top ? x : top, count = j + 1;
+      for (int j = 0; j <= t->position; j++) {
+        float x = p[j] = dot(size, q, k + slot(t, j) * row + at) * scale;
+        top = x > top ? x : top;
       }
-      for (int j = 0; j < count; j++) sum += p[j] = exp1(p[j] - top);
+      for (int j = 0; j <= t->position; j++) sum += p[j] = exp1(p[j] - top);
       for (int d = 0; d < size; d++) y[d] = 0;
-      EACH_KEY(j, t) add_scaled(size, p[j] /= sum, v + t * row + at, y);
+      for (int j = 0; j <= t->position; j++) add_scaled(size, p[j] /= sum, v + slot(t, j) * row + at, y);
     }
 }
 
 // Sets dq and adds to dk and dv; they have the shapes of q, k and v.
-API(void, attention_grad)(int n, int heads, int kv, int size, in q, in k, in v, ids first, ids first_end, ids own,
-                          ids last, in p, int width, in dy, out dq, out dk, out dv) {
+API(void, attention_grad)(int n, int heads, int kv, int size, in q, in k, in v, tokens t, in p, int width, in dy,
+                          out dq, out dk, out dv) {
   static float dp[4096];  // by each probability; a policy's context is shorter
   float scale = 1 / __builtin_sqrtf(size);
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, q += size, dy += size, dq += size, p += width) {
       int at = h / (heads / kv) * size, row = kv * size;
       float mean = 0;
-      EACH_KEY(j, t) {
-        mean += p[j] * (dp[j] = dot(size, dy, v + t * row + at));
-        add_scaled(size, p[j], dy, dv + t * row + at);
+      for (int j = 0; j <= t->position; j++) {
+        mean += p[j] * (dp[j] = dot(size, dy, v + slot(t, j) * row + at));
+        add_scaled(size, p[j], dy, dv + slot(t, j) * row + at);
       }
       for (int d = 0; d < size; d++) dq[d] = 0;
-      EACH_KEY(j, t) {
+      for (int j = 0; j <= t->position; j++) {
         float ds = p[j] * (dp[j] - mean) * scale;
-        add_scaled(size, ds, k + t * row + at, dq), add_scaled(size, ds, q, dk + t * row + at);
+        add_scaled(size, ds, k + slot(t, j) * row + at, dq), add_scaled(size, ds, q, dk + slot(t, j) * row + at);
       }
     }
 }
@@ -202,25 +190,31 @@ API(void, swiglu_grad)(int n, out g, out u, in dy) {
   }
 }
 
-// Probabilities in place of the logits x (n, v): p = softmax(x / temperature). sum (n) is the sum of e^z, where z is a
-// logit / temperature minus the largest one; entropy (n) is log(sum) - mean, the expected z. v is a multiple of 4.
+// The sum of the four lanes is added to a float64: to add 1,000 small numbers to 1 in float32 would lose them.
+static void add_total(v128_t v, double *sum) {
+  v128_t high = wasm_i32x4_shuffle(v, v, 2, 3, 2, 3);
+  v128_t s = wasm_f64x2_add(wasm_f64x2_promote_low_f32x4(v), wasm_f64x2_promote_low_f32x4(high));
+  *sum += wasm_f64x2_extract_lane(s, 0) + wasm_f64x2_extract_lane(s, 1);
+}
+
+// Probabilities in place of the logits x (n, v): p = softmax(x / temperature). entropy (n) is log(sum of e^z) - mean z,
+// where z is a logit / temperature minus the largest one; sum and mean are what it needs. v is a multiple of 4.
 API(void, softmax)(int n, int v, float temperature, out x, out sum, out mean) {
   for (int i = 0; i < n; i++, x += v) {
-    v128_t m = load(x), s = splat(0), es = splat(0), scale = splat(1 / temperature);
-    for (int d = 4; d < v; d += 4) m = wasm_f32x4_max(m, load(x + d));
-    float top = wasm_f32x4_extract_lane(m, 0);
-    for (int lane = 1; lane < 4; lane++) top = ((float *)&m)[lane] > top ? ((float *)&m)[lane] : top;
+    float top = x[0];
+    double s = 0, es = 0;
+    for (int d = 1; d < v; d++) top = x[d] > top ? x[d] : top;
     for (int d = 0; d < v; d += 4) {
-      v128_t z = mul(sub(load(x + d), splat(top)), scale), e = vexp(z);
-      wasm_v128_store(x + d, e), s = add(s, e), es = add(es, mul(e, z));
+      v128_t z = mul(sub(load(x + d), splat(top)), splat(1 / temperature)), e = vexp(z);
+      wasm_v128_store(x + d, e), add_total(e, &s), add_total(mul(e, z), &es);
     }
-    sum[i] = total(s), mean[i] = total(es) / sum[i];
-    for (int d = 0; d < v; d += 4) wasm_v128_store(x + d, mul(load(x + d), splat(1 / sum[i])));
+    sum[i] = s, mean[i] = es / s;
+    for (int d = 0; d < v; d += 4) wasm_v128_store(x + d, mul(load(x + d), splat(1 / s)));
   }
 }
 
-// The gradient by the logits in place of the probabilities p (n, v), of a loss with the given slope (n) by each target's
-// log-prob: slope (1 at the target - p) / temperature.
+// The gradient by the logits in place of the probabilities p (n, v), of a loss with the given slope (n) by each
+// target's log-prob: slope (1 at the target - p) / temperature.
 API(void, log_prob_grad)(int n, int v, float temperature, out p, ids target, in slope) {
   for (int i = 0; i < n; i++, p += v) {
     float s = slope[i] / temperature;

@@ -1,5 +1,5 @@
 // The worker of the page: it answers messages between the steps of a training.
-import { Memory, Policy } from "./policy.js";
+import { Memory, Policy, read_tensors } from "./policy.js";
 import { REWARDS, own_reward } from "./rewards.js";
 import { sample } from "./sampling.js";
 import { END_OF_TURN_ID, Tokenizer } from "./tokenizer.js";
@@ -16,7 +16,7 @@ let stride = 5; // steps between snapshots
 const receive = {
   load({ wasm, config, weights, data }) {
     const memory = new Memory(new WebAssembly.Module(wasm));
-    policy = new Policy(memory, config, weights);
+    policy = new Policy(memory, config, read_tensors(weights));
     policy.prepare_training();
     reference = policy.copy();
     tokenizer = new Tokenizer(data.tokenizer);
@@ -27,7 +27,7 @@ const receive = {
   start({ settings }) {
     until = 0;
     training = new Training(settings_of(settings), policy, reference, tokenizer, questions, rewards_of(settings));
-    training.restore(beginning());
+    training.restore(training.beginning());
     snapshots = new Map();
     stride = 5;
     postMessage({ type: "paused", step: 0 });
@@ -59,7 +59,7 @@ const receive = {
   rewind({ step }) {
     const wanted = Math.max(0, Math.min(step, training.num_steps));
     const earlier = [...snapshots.keys()].filter((kept) => kept <= wanted);
-    training.restore(earlier.length ? snapshots.get(Math.max(...earlier)) : beginning());
+    training.restore(earlier.length ? snapshots.get(Math.max(...earlier)) : training.beginning());
     for (const kept of snapshots.keys()) if (kept > wanted) snapshots.delete(kept);
     if (training.num_steps === wanted) paused();
     else receive.run({ until: wanted });
@@ -122,12 +122,6 @@ function rewards_of({ reward = DEFAULTS.reward, reward_source }) {
 
 function paused() {
   postMessage({ type: "paused", step: training.num_steps });
-}
-
-/** The state of a training before its first step. */
-function beginning() {
-  const zeros = new Float32Array(policy.size);
-  return { num_steps: 0, baseline: 0, earlier_weights: [], weights: reference.weights, m: zeros, v: zeros, updates: 0 };
 }
 
 /** Steps until a message stops them: each one is a task of its own, so that messages are read in between. */
