@@ -42,54 +42,18 @@ function train(cases) {
   });
 }
 
-/** Send a message to the worker, and wait for an answer of one of the types. */
-async function send(type, message, ...types) {
-  posted = [];
-  globalThis.onmessage({ data: { type, ...message } });
-  const answer = () => posted.find((one) => types.includes(one.type));
-  while (!answer()) await new Promise((resolve) => (waiting = resolve));
-  return answer();
-}
-
-/** The numbers of some steps with these settings, and whether the checksum after ten of them is the promised one. */
-async function run(settings, until) {
-  await send("load", load, "ready");
-  await send("start", { settings }, "paused");
-  await send("run", { until }, "paused");
-  const steps = posted.filter(({ type }) => type === "step").map(({ metrics, seconds }) => ({ ...metrics, ...seconds }));
-  return { steps, checksum: posted.find(({ type }) => type === "checksum")?.value };
-}
-
-/** What came of what a reader may do: run, rewind, change, ask, write a reward, and diverge. */
-async function talk(settings) {
-  const newest = () => JSON.stringify(posted.findLast(({ type }) => type === "step").groups);
-  const out = { errors: [] };
-  await run(settings, 6);
-  out.first = newest();
-  await send("rewind", { step: 5 }, "paused");
-  await send("step", {}, "paused");
-  out.again = newest();
-  const rows = posted.findLast(({ type }) => type === "step").groups[1].rows;
-  const after = (await send("after", { group: 1 }, "after")).log_probs;
-  out.moved = rows.map(({ updates: [{ push, log_probs }] }, b) => push.map((x, t) => x * (after[b][t] - log_probs[t])));
-  await send("rewind", { step: 4 }, "paused");
-  await send("change", { settings: { lr: 1e-3 } }, "changed");
-  await send("run", { until: 6 }, "paused");
-  out.changed = newest();
-  const { before, now } = await send("ask", { question: "What is 20 plus 38?" }, "answer");
-  out.answers = [before.text, now.text];
-  out.errors.push((await send("start", { settings: { ...settings, algorithm: "x" } }, "error")).message);
-  for (const source of ["return 'x'", "throw new Error('nothing is defined here')", "return ("])
-    out.errors.push((await send("check", { source }, "checked")).message);
-  await send("start", { settings: { ...settings, lr: 1e38 } }, "paused");
-  out.errors.push((await send("run", { until: 9 }, "error")).message);
-  const used = () => (gc(), process.memoryUsage().heapUsed);
-  await send("start", { settings: { ...settings, max_new_tokens: 2, prompts_per_step: 1 } }, "paused");
-  await send("run", { until: 10 }, "paused");
-  const before_steps = used();
-  await send("run", { until: 30 }, "paused");
-  posted = [];
-  return { ...out, growth: used() - before_steps };
+/** What the worker posts after each of the messages [type, message]; after "used": the bytes in use. */
+async function talk(messages) {
+  const answers = [];
+  for (const [type, message] of [["load", load], ...messages]) {
+    posted = [];
+    if (type === "used") posted = [(gc(), process.memoryUsage().heapUsed)];
+    else globalThis.onmessage({ data: { type, ...message } });
+    const is_end = ({ type }) => type !== "step" && type !== "checksum";
+    while (!posted.some(is_end)) await new Promise((resolve) => (waiting = resolve));
+    answers.push(posted);
+  }
+  return answers.slice(1);
 }
 
 const plain = (_, value) => (ArrayBuffer.isView(value) ? [...value] : value);

@@ -1,6 +1,6 @@
 """The laboratory of viewer/lab beside the experiments' own `train`, step by step.
 
-python tests/lab_reference.py FOLDER        # the tables of docs/lab.md, as CSV: an hour on one core
+python tests/lab_reference.py FILE.csv        # the tables of docs/lab.md: ten minutes on one core
 """
 
 import csv
@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -19,39 +20,23 @@ import common.sampling
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
 from common.loss import probability_ratio
+from viewer.lab.build import ALGORITHMS
 from viewer.lab.data import lab_data, worker_script
 
-HERE = Path(__file__).resolve().parent
 IMPORTANCE_CAP = 2
-EXPERIMENTS = {  # of the menu: its train.py
-    "reinforce": "policy_gradients/reinforce",
-    "reinforce_baseline": "policy_gradients/reinforce",
-    "grpo": "experiment_base",
-    "drgrpo": "experiment_drgrpo",
-    "rloo": "policy_gradients/rloo",
-    "maxrl": "policy_gradients/maxrl",
-    "gspo": "policy_gradients/gspo",
-    "cispo": "policy_gradients/cispo",
-}
 LARGE = 1e-4  # a gradient's size, by their root mean square, above which it is more than rounding
+FULL = {"prompts_per_step": 16, "group_size": 8, "max_new_tokens": 48, "steps": 5}
+# Their 16 updates a step enlarge rounding. At GSPO's clip of 3e-4 it decides who is clipped, in Python too when only
+# its micro-batches are others
+FULL_OF = {"gspo": {"steps": 2, "clip_eps": 0.01, "clip_eps_high": 0.02}, "cispo": {"steps": 2}}
 
 
-def full_steps(name: str) -> dict:
-    """Flags of steps of the default size.
-
-    GSPO and CISPO make 16 updates a step, which enlarge rounding: two steps, and GSPO with a wider clip. At its clip of
-    3e-4 rounding decides who is clipped, in Python too when only its micro-batches are others.
-    """
-    flags = {"steps": 2 if name in ("gspo", "cispo") else 5, "max_new_tokens": 48}
-    flags |= {"prompts_per_step": 16, "group_size": 8}
-    return flags | ({"clip_eps": 0.01, "clip_eps_high": 0.02} if name == "gspo" else {})
-
-
-def in_node(folder: Path, expression: str, given: object) -> object:
+def in_node(folder: Path, expression: str, given: object) -> list:
     """The value of an expression of lab.mjs, which gets `given`."""
     (folder / "scripts.mjs").write_text(worker_script(is_module=True), encoding="utf-8")
     (folder / "input.json").write_text(json.dumps({"loaded": lab_data(), "given": given}), encoding="utf-8")
-    subprocess.run(["node", "--expose-gc", HERE / "lab.mjs", expression], cwd=folder, check=True)
+    program = Path(__file__).resolve().with_name("lab.mjs")
+    subprocess.run(["node", "--expose-gc", program, expression], cwd=folder, check=True)
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
@@ -67,9 +52,8 @@ def record(train: ModuleType, name: str, flags: dict, lag: int = 0, correction: 
     reference = {"reference": train.make_reference(policy)} if hasattr(config, "kl_weight") else {}
     run = Mock(newest={}, steps=lambda n: range(1, n + 1), costs=lambda num_tokens: {})
     run.log = lambda step, metrics: setattr(run, "newest", metrics)
-    steps, before = [], weights_of(policy)
-    weights = [before]  # before each step
-    least = np.full(flat(before).shape, np.inf, dtype="f4")  # each weight's smallest gradient, by their r.m.s.
+    steps, weights = [], [weights_of(policy)]  # before each step
+    least = np.full(flat(weights[0]).shape, np.inf, dtype="f4")  # each weight's smallest gradient, by their r.m.s.
 
     def prepare(policy, optimizer):
         optimizer.register_step_pre_hook(see_gradient)
@@ -81,9 +65,9 @@ def record(train: ModuleType, name: str, flags: dict, lag: int = 0, correction: 
 
     def log_samples(step, trajectories, experience, statistics):
         own = {"experience": experience, "of_rows": statistics.rows, "sampler": weights[max(0, step - 1 - lag)]}
-        steps.append(SimpleNamespace(metrics=run.newest, rows=trajectories, is_large=least > LARGE, **own))
         weights.append(weights_of(policy))
-        steps[-1].weights = weights[-1]
+        own |= {"weights": weights[-1], "is_large": least > LARGE}
+        steps.append(SimpleNamespace(metrics=run.newest, rows=trajectories, **own))
 
     def sample(policy, *arguments, **options):
         load(policy, weights[max(0, len(steps) - lag)])
@@ -108,9 +92,8 @@ def record(train: ModuleType, name: str, flags: dict, lag: int = 0, correction: 
     settings = {key: value for key, value in flags.items() if key != "steps"}
     settings |= {"algorithm": name, "lag": lag, "correction": correction, "mistake": mistake}
     questions = [{key: row[key] for key in ("question", "answer")} for row in task.train_rows]
-    given = [[row_of(row) for row in step.rows] for step in steps]
-    case = {"settings": settings, "questions": questions, "given": given}
-    return SimpleNamespace(config=config, policy=policy, before=before, steps=steps, case=case)
+    case = {"settings": settings, "questions": questions, "given": [[*map(row_of, step.rows)] for step in steps]}
+    return SimpleNamespace(config=config, policy=policy, before=weights[0], steps=steps, case=case)
 
 
 def row_of(row) -> dict:
@@ -131,6 +114,10 @@ def load(policy, weights: dict[str, torch.Tensor]) -> None:
 def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
     """All weights in one array, in the order of the laboratory."""
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).numpy()
+
+
+def relative(value: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
 
 
 def compare(recorded: list, folder: Path) -> list[dict]:
@@ -156,23 +143,22 @@ def differences(run, found: list[dict], path: str) -> dict:
             see("advantage", abs(advantages[0].item() - its["advantage"]) if len(advantages) == 1 else 0)
             updates = step.of_rows.get((row.prompt_index, row.completion_index), [])
             assert [update[:2] for update in updates] == [(own["epoch"], own["minibatch"]) for own in its["updates"]]
+            (places,) = step.experience.action_mask[b].nonzero(as_tuple=True)  # of tokens that count
             for number, (update, own) in enumerate(zip(updates, its["updates"], strict=True)):
                 for key in {"terms", "push", "ratio", "clipped", "capped", "kl"} & {*own, *update.measurements}:
-                    (places,) = step.experience.action_mask[b].nonzero(as_tuple=True)  # of tokens that count
                     values = update.measurements[key][places].numpy()
                     its_values = np.array(own[key], dtype=float)[places - row.prompt_length + 1]
                     error, size = np.abs(its_values - values).max(), np.abs(values).max()
-                    if key not in ("terms", "push") or not (index or number):
-                        see(key, error)
-                    elif size:
-                        see("later", error / size)
+                    is_later = key in ("terms", "push") and (index or number)
+                    see("later", error / max(size, 1e-9)) if is_later else see(key, error)
         for name in {*step.metrics} & {*other["metrics"]}:
             see("metrics", abs(other["metrics"][name] - step.metrics[name]) / max(1, abs(step.metrics[name])))
-        change = flat(step.weights) - flat(run.before)
-        error = np.fromfile(f"{path}-{index}.f32", dtype="<f4", count=len(change)) - flat(step.weights)
-        see("weights", np.linalg.norm(error) / np.linalg.norm(change))
-        see("large_weights", np.linalg.norm(error[step.is_large]) / np.linalg.norm(change[step.is_large]))
-    return out | {"share": float(step.is_large.mean())}
+        before, large = flat(run.before), step.is_large
+        change = flat(step.weights) - before
+        its_change = np.fromfile(f"{path}-{index}.f32", dtype="<f4", count=len(change)) - before
+        see("weights", relative(its_change, change))
+        see("large_weights", relative(its_change[large], change[large]))
+    return out | {"share": float(large.mean())}
 
 
 def distance_of_draw(run, step, row, own_ids: list[int], key: tuple[int, int]) -> float:
@@ -186,3 +172,22 @@ def distance_of_draw(run, step, row, own_ids: list[int], key: tuple[int, int]) -
     ends = (logits / run.policy.temperature).softmax(dim=-1).cumsum(dim=0)
     low, high = sorted((row.completion_ids[place], own_ids[place]))
     return max(abs(ends[low].item() - uniform), abs(ends[high - 1].item() - uniform))
+
+
+def main(path: str) -> None:
+    names = ("algorithm", "lag", "rows", "equal", "draw", "terms", "push", "later", "large_weights", "share", "weights")
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        for name, lag in [(name, 0) for name in ALGORITHMS] + [("grpo", 4)]:
+            train = importlib.import_module(f"{ALGORITHMS[name].replace('/', '.')}.train")
+            with TemporaryDirectory() as folder:
+                run = record(train, name, FULL | FULL_OF.get(name, {}) | ({"steps": 6} if lag else {}), lag=lag)
+                (found,) = compare([run], Path(folder))
+            found = {key: f"{value:.2g}" if isinstance(value, float) else value for key, value in found.items()}
+            table.writerow({"algorithm": name, "lag": lag} | found)
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,14 +12,15 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from lab_reference import EXPERIMENTS, LARGE, compare, differences, flat, full_steps, in_node, load, record
+from lab_reference import FULL, FULL_OF, LARGE, compare, differences, flat, in_node, load, record, relative
 
 from benchmarks.planted import TRAPS
 from common.chat import decode, encode_prompt
 from common.keyed import keyed_generator
 from tasks import arithmetic
 from viewer.groups import series
-from viewer.lab import build, data
+from viewer.lab import data
+from viewer.lab.build import ALGORITHMS, CHECKSUM
 from viewer.results import read_runs
 
 from harness.data.order import all_prompts_of_step
@@ -30,12 +31,10 @@ UPDATES = {"epochs_per_step": 2, "minibatch_size": 8, "kl_weight": 0.1}
 CLIPPED = UPDATES | {"clip_eps": 0.02}
 FLAGS = {  # with which an algorithm's clip and its several updates matter
     "reinforce": {},
-    "reinforce_baseline": {"steps": 3},  # from the second step on, the baseline is not 0
+    "reinforce_baseline": {"steps": 2},  # in the second one, the baseline is not 0
     "gspo": UPDATES | {"clip_eps": 0.01, "clip_eps_high": 0.02},
     "cispo": UPDATES | {"ratio_cap": 1.02},
 }
-LAGS = [("grpo", "none"), ("grpo", "tis"), ("grpo", "mask"), ("reinforce_baseline", "none"), ("cispo", "tis")]
-LAGS += [("gspo", "none"), ("gspo", "tis")]
 ADVANTAGES = "group_advantages(returns) / (group_std(returns) + STD_EPS)"
 OF_ALL = ADVANTAGES.replace("returns", "returns.view(1, -1)")
 MISTAKES = {  # that can be switched on, as they are made in experiment_base
@@ -56,15 +55,11 @@ def excess(found: dict, **limits: float) -> dict:
     return {name: found[name] for name, limit in (LIMITS | limits).items() if not found.get(name, 0) <= limit}
 
 
-def relative(value: np.ndarray, exact: np.ndarray) -> float:
-    return np.linalg.norm(value - exact) / np.linalg.norm(exact)
-
-
 @pytest.fixture(scope="module")
 def of_all(load_script, short_runs, tmp_path_factory):
     """The runs of all algorithms in Python, and what differs in JavaScript; one process of node computes them all."""
-    train = {name: load_script(f"{path}/train.py") for name, path in EXPERIMENTS.items()}
-    runs = {name: record(train[name], name, SMALL | FLAGS.get(name, CLIPPED)) for name in EXPERIMENTS}
+    train = {name: load_script(f"{path}/train.py") for name, path in ALGORITHMS.items()}
+    runs = {name: record(train[name], name, SMALL | FLAGS.get(name, CLIPPED)) for name in ALGORITHMS}
     folder = tmp_path_factory.mktemp("lab")
     return runs, dict(zip(runs, compare([*runs.values()], folder), strict=True)), folder
 
@@ -72,7 +67,7 @@ def of_all(load_script, short_runs, tmp_path_factory):
 # The update ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_its_steps_are_those_of_its_train_py(of_all, name):
     runs, found, _ = of_all
     assert excess(found[name]) == {}, found[name]
@@ -125,45 +120,39 @@ def test_the_gradient_and_the_weights_are_as_near_to_float64_as_those_of_pytorch
         assert relative(its_change[large], change[large]) < 5e-5  # the rounding of a weight to float32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "correction"), LAGS)
-def test_steps_with_a_lag_are_those_of_old_weights(load_script, short_runs, tmp_path, name, correction):
-    """More steps than the lag; the learning rate makes old weights matter."""
-    flags = SMALL | FLAGS.get(name, CLIPPED) | {"steps": 6, "lr": 1e-4, "prompts_per_step": 2}
+LONG = {name: (name, FULL | FULL_OF.get(name, {}), {}) for name in ALGORITHMS}
+LAGS = ("grpo none", "grpo tis", "grpo mask", "reinforce_baseline none", "gspo none", "gspo tis", "cispo tis")
+for name, correction in map(str.split, LAGS):  # more steps than the lag; the learning rate makes old weights matter
+    flags = FLAGS.get(name, CLIPPED) | {"steps": 6, "lr": 1e-4, "prompts_per_step": 2}
     flags |= {"minibatch_size": 4} if "minibatch_size" in flags else {}
-    run = record(load_script(f"{EXPERIMENTS[name]}/train.py"), name, flags, lag=4, correction=correction)
-    (found,) = compare([run], tmp_path)
-    assert excess(found) == {}, found
+    LONG[f"{name}-lag-{correction}"] = (name, SMALL | flags, {"lag": 4, "correction": correction})
+for mistake in MISTAKES:
+    own = {"epochs_per_step": 1, "minibatch_size": 16} if mistake == "mask" else {}
+    LONG[mistake] = ("grpo", SMALL | UPDATES | {"steps": 2} | own, {"mistake": mistake})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_the_one_in_python(load_script, short_runs, make_own, tmp_path, mistake):
-    change, flags = MISTAKES[mistake], SMALL | UPDATES | {"steps": 2}
-    flags |= {"epochs_per_step": 1, "minibatch_size": 16} if mistake == "mask" else {}
-    train = make_own(change) if isinstance(change, tuple) else load_script("experiment_base/train.py")
-    with nullcontext() if isinstance(change, tuple) else change(train):
-        run = record(train, "grpo", flags, mistake=mistake)
-    (found,) = compare([run], tmp_path)
-    assert excess(found) == {}, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_full_steps_are_those_of_its_train_py(load_script, tmp_path, name):
-    run = record(load_script(f"{EXPERIMENTS[name]}/train.py"), name, full_steps(name))
+@pytest.mark.parametrize("case", LONG)
+def test_several_steps_are_those_of_train_py(load_script, make_own, tmp_path, case):
+    """Steps of the default size, old samples, and each planted mistake as it is made in Python."""
+    name, flags, options = LONG[case]
+    change = MISTAKES.get(case, nullcontext)
+    train = load_script(f"{ALGORITHMS[name]}/train.py") if callable(change) else make_own(change)
+    with change(train) if callable(change) else nullcontext():
+        run = record(train, name, flags, **options)
     (found,) = compare([run], tmp_path)
     assert excess(found) == {}, found
 
 
 @pytest.mark.slow
 def test_ten_default_steps_are_those_of_the_published_run_and_have_the_promised_checksum(tmp_path):
-    found = in_node(tmp_path, "run(given, 10)", {})
-    assert found["checksum"] == build.CHECKSUM
+    _, posted = in_node(tmp_path, "talk(given)", [("start", {"settings": {}}), ("run", {"until": 10})])
+    assert [message["value"] for message in posted if message["type"] == "checksum"] == [CHECKSUM]
+    steps = [message["metrics"] for message in posted if message["type"] == "step"]
     published = read_runs(data.ROOT / "experiment_base" / "results")["seed0"]
     for name, tolerance in (("reward/correct", 0.02), ("completion/length", 0.5), ("policy/entropy", 0.01)):
         values = [series(published, name)[step] for step in range(1, 11)]
-        assert [step[name] for step in found["steps"]] == pytest.approx(values, abs=tolerance), name
+        assert [step[name] for step in steps] == pytest.approx(values, abs=tolerance), name
 
 
 # Its parts -----------------------------------------------------------------------------------------------------------
@@ -209,35 +198,46 @@ def test_texts_become_the_ids_of_the_tokenizer_and_back(tmp_path, tokenizer):
 
 
 def test_defaults_are_those_of_the_experiments(tmp_path, load_script):
-    found = in_node(tmp_path, "given.map((algorithm) => lab.settings_of({algorithm}))", [*EXPERIMENTS])
-    for (name, path), settings in zip(EXPERIMENTS.items(), found, strict=True):
+    found = in_node(tmp_path, "given.map((algorithm) => lab.settings_of({algorithm}))", [*ALGORITHMS])
+    for (name, path), settings in zip(ALGORITHMS.items(), found, strict=True):
         train = load_script(f"{path}/train.py")
-        config = train.parse_config(train.Config, [], description="")
-        names = {"max_new_tokens", "epochs_per_step", "minibatch_size", "kl_weight", "clip_eps", "clip_eps_high"}
-        names |= {"ratio_cap", "lr", "temperature", "seed"}
-        own = {key: getattr(config, key) for key in names if hasattr(config, key)}
-        assert own == {key: settings[key] for key in own}, name
-        rows = config.prompts_per_step * config.group_size
-        assert rows == settings["prompts_per_step"] * settings["group_size"]
+        config = vars(train.parse_config(train.Config, [], description=""))
+        rows = [own.pop("prompts_per_step") * own.pop("group_size") for own in (config, settings)]
+        assert rows[0] == rows[1]
+        common = {*config} & {*settings}
+        assert {key: config[key] for key in common} == {key: settings[key] for key in common}, name
 
 
 def test_the_worker_answers(tmp_path):
-    """Steps, rewind, change, a question, rewards that cannot be used, and a learning rate that is far too large."""
+    """Rewind, change, a question, a learning rate that is far too large, and the memory of short steps."""
     small = {"group_size": 4, "max_new_tokens": 24, "seed": 7, "kl_weight": 0, "prompts_per_step": 2}
-    out = in_node(tmp_path, "talk(given)", small)
-    assert out["again"] == out["first"]  # the weights after six steps, and after rewinding to five and one step
-    assert out["changed"] != out["first"]
-    assert out["answers"][0] != out["answers"][1]
-    assert sum(map(sum, out["moved"])) > 0  # log-probs after the step have moved where they were pushed
-    text = 'at the completion "<think>20+38=58</think><answer>58</answer>"'
-    assert out["errors"][:3] == [
-        "There is no algorithm x.",
-        f"The reward returned x, which is a string, {text}: it must be a number.",
-        f"The reward failed {text}: nothing is defined here.",
-    ]
-    assert "is no JavaScript" in out["errors"][3]
-    assert "not finite" in out["errors"][4]
-    assert out["growth"] < 2e6, "bytes, in 20 steps"
+    asked = [("start", {"settings": small}), ("run", {"until": 6}), ("rewind", {"step": 5}), ("step", {})]
+    asked += [("after", {"group": 1}), ("rewind", {"step": 4}), ("change", {"settings": {"lr": 1e-3}})]
+    asked += [("run", {"until": 6}), ("ask", {"question": "What is 20 plus 38?"})]
+    asked += [("start", {"settings": small | {"lr": 1e38}}), ("run", {"until": 9})]
+    asked += [("start", {"settings": small | {"max_new_tokens": 2, "prompts_per_step": 1}}), ("run", {"until": 10})]
+    asked += [("used", {}), ("run", {"until": 30}), ("used", {})]
+    posted = in_node(tmp_path, "talk(given)", asked)
+    _, first, _, again, after, _, _, changed, answer, _, broken, _, _, used, _, later = posted
+    groups = [[one["groups"] for one in some if one["type"] == "step"][-1] for some in (first, again, changed)]
+    assert groups[0] == groups[1]  # the sixth step, and the one after rewinding to five
+    assert groups[0] != groups[2]
+    pushed = zip(groups[1][1]["rows"], after[0]["log_probs"], strict=True)
+    moved = [np.array(log_probs) - row["updates"][0]["log_probs"] for row, log_probs in pushed]
+    assert sum(np.dot(row["updates"][0]["push"], by) for row, by in zip(groups[1][1]["rows"], moved, strict=True)) > 0
+    assert answer[0]["before"] != answer[0]["now"]
+    assert "not finite" in broken[-1]["message"]
+    assert later[0] - used[0] < 2e6, "bytes, in 20 steps"
+
+
+def test_a_reward_of_the_reader_must_be_a_number(tmp_path):
+    """In the browser: tests/browser/test_lab.py."""
+    sources = ["return text.length > 1", "return 'x'", "throw new Error('nothing')", "return ("]
+    attempt = "given.map((s) => { try { return lab.own_reward(s)('<a>', '58') } catch (e) { return e.message } })"
+    found = in_node(tmp_path, attempt, sources)
+    assert found[:2] == [1, 'The reward returned x, which is a string, at the completion "<a>": it must be a number.']
+    assert found[2] == 'The reward failed at the completion "<a>": nothing.'
+    assert "is no JavaScript" in found[3]
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("clang", "wasm-ld"))), reason="needs clang and lld")
