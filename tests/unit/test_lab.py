@@ -232,12 +232,14 @@ def test_the_worker_answers(tmp_path):
 
 def test_a_reward_of_the_reader_must_be_a_number(tmp_path):
     """In the browser: tests/browser/test_lab.py."""
-    sources = ["return text.length > 1", "return 'x'", "throw new Error('nothing')", "return ("]
+    sources = ["return text.length > 1", "return 'x'", "throw new Error('nothing')", "return (", "return 1e300"]
     attempt = "given.map((s) => { try { return lab.own_reward(s)('<a>', '58') } catch (e) { return e.message } })"
     found = in_node(tmp_path, attempt, sources)
-    assert found[:2] == [1, 'The reward returned x, which is a string, at the completion "<a>": it must be a number.']
-    assert found[2] == 'The reward failed at the completion "<a>": nothing.'
+    end = 'at the completion "<a>"'
+    assert found[:2] == [1, f'The reward returned "x", which is no number, {end}: give a finite number.']
+    assert found[2] == f"The reward failed {end}: nothing."
     assert "is no JavaScript" in found[3]
+    assert "1e+300" in found[4]
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("clang", "wasm-ld"))), reason="needs clang and lld")

@@ -99,7 +99,7 @@ export class Policy {
    */
   forward(tokens, caches = null) {
     const { memory, w, config } = this;
-    const { hidden_size: H, intermediate_size: I, num_attention_heads: A, num_key_value_heads: K, head_dim: D } = config;
+    const { H, I, A, K, D } = letters(config);
     const { rms_norm, rope, attention, swiglu } = memory.kernels;
     const n = tokens.length;
     const t = memory.ints(tokens.flat());
@@ -139,7 +139,7 @@ export class Policy {
   /** Adds to `grad`, given what `forward` returned and the gradient dy (n, h) by its output. */
   #backward({ tokens, t, width, layers, h, inv }, dy) {
     const { memory, w, g, config } = this;
-    const { hidden_size: H, intermediate_size: I, num_attention_heads: A, num_key_value_heads: K, head_dim: D } = config;
+    const { H, I, A, K, D } = letters(config);
     const { rms_norm_grad, rope, attention_grad, swiglu_grad } = memory.kernels;
     const n = tokens.length;
     const floats = (size) => memory.floats(n * size).fill(0);
@@ -255,6 +255,9 @@ export class Policy {
   }
 }
 
+/** The sizes of a config: hidden state, MLP, query heads, key heads, and numbers of a head. */
+const letters = (c) =>
+  ({ H: c.hidden_size, I: c.intermediate_size, A: c.num_attention_heads, K: c.num_key_value_heads, D: c.head_dim });
 const attn = (layer, name) => `model.layers.${layer}.self_attn.${name}_proj.weight`;
 const mlp = (layer, name) => `model.layers.${layer}.mlp.${name}_proj.weight`;
 const norm_of = (layer, name) => `model.layers.${layer}.${name}_layernorm.weight`;
@@ -294,14 +297,13 @@ function pack(rows) {
   return { tokens, predictors, targets, places };
 }
 
-/** The tensors of a safetensors file in float32, by name in the order of names. */
+/** The tensors of a safetensors file of bfloat16 in float32, by name in the order of names. */
 export function read_tensors(file) {
   const size = Number(new DataView(file).getBigUint64(0, true));
   const { __metadata__, ...header } = JSON.parse(new TextDecoder().decode(new Uint8Array(file, 8, size)));
-  const read = ({ dtype, data_offsets: [start, end] }) => {
-    const bytes = file.slice(8 + size + start, 8 + size + end);
-    if (dtype === "F32") return new Float32Array(bytes);
-    return new Float32Array(Uint32Array.from(new Uint16Array(bytes), (bits) => bits << 16).buffer); // bfloat16
+  const read = ({ data_offsets: [start, end] }) => {
+    const bits = Uint32Array.from(new Uint16Array(file.slice(8 + size + start, 8 + size + end)), (half) => half << 16);
+    return new Float32Array(bits.buffer);
   };
   return Object.fromEntries(Object.keys(header).sort().map((name) => [name, read(header[name])]));
 }

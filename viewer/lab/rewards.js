@@ -67,8 +67,8 @@ export function own_reward(source) {
       throw new Error(`The reward failed at the completion ${JSON.stringify(text)}: ${error?.message ?? error}.`);
     }
     if (typeof value === "boolean") value = Number(value);
-    if (typeof value === "number" && Number.isFinite(value)) return value;
-    const kind = typeof value === "number" ? "" : `, which is ${value === undefined ? "no value" : `a ${typeof value}`}`;
-    throw new Error(`The reward returned ${String(value)}${kind}, at the completion ${JSON.stringify(text)}: it must be a number.`);
+    if (typeof value === "number" && Number.isFinite(Math.fround(value))) return value; // float32, as in Python
+    const given = typeof value === "number" ? `${value}` : `${JSON.stringify(value)}, which is no number`;
+    throw new Error(`The reward returned ${given}, at the completion ${JSON.stringify(text)}: give a finite number.`);
   };
 }

@@ -10,7 +10,8 @@ const CACHE_SLOTS = 16384; // tokens whose keys and values are in memory at the 
  *
  * `key` is (seed, step): a row's random numbers depend only on it, on the prompt's index and on the completion's index.
  */
-export function sample(policy, prompts, group_size, { max_new_tokens, temperature, key, prompt_index, greedy = false }) {
+export function sample(policy, prompts, group_size, options) {
+  const { max_new_tokens, temperature, key, prompt_index, greedy = false } = options;
   const groups = prompts.map((prompt, q) =>
     Array.from({ length: group_size }, (_, completion_index) => {
       const name = { prompt_index: prompt_index[q], completion_index };

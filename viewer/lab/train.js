@@ -22,7 +22,7 @@ export const DEFAULTS = {
   kl_weight: 0.02, // beta
   max_grad_norm: 1, // a longer gradient is scaled down to this norm
   lag: 0, // the completions are sampled with the weights of so many steps ago
-  correction: "none", // for the lag: "tis" weights each token by p / p_sampler, up to a cap; "mask" drops it beyond that
+  correction: "none", // "tis" weights each token by p / p_sampler, up to a cap; "mask" drops it beyond that
   reward: "correct", // a key of REWARDS, or "own"
   reward_source: null, // the reader's own reward
   mistake: null, // "mask", "batch", "kl_padding", "no_baseline" or "sign": one line is wrong
