@@ -1,6 +1,7 @@
 """The laboratory of viewer/lab beside the experiments' own `train`, step by step.
 
-python tests/lab_reference.py FILE.csv        # the tables of docs/lab.md: ten minutes on one core
+python tests/lab_reference.py FILE.csv        # the table of equality in docs/lab.md: four minutes on one core
+python tests/lab_reference.py                 # the seconds of 20 default steps in node
 """
 
 import csv
@@ -174,20 +175,25 @@ def distance_of_draw(run, step, row, own_ids: list[int], key: tuple[int, int]) -
     return max(abs(ends[low].item() - uniform), abs(ends[high - 1].item() - uniform))
 
 
-def main(path: str) -> None:
+def write_table(path: str) -> None:
     names = ("algorithm", "lag", "rows", "equal", "draw", "terms", "push", "later", "large_weights", "share", "weights")
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with open(path, "w", encoding="utf-8", newline="") as file, TemporaryDirectory() as folder:
         table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         table.writeheader()
         for name, lag in [(name, 0) for name in ALGORITHMS] + [("grpo", 4)]:
             train = importlib.import_module(f"{ALGORITHMS[name].replace('/', '.')}.train")
-            with TemporaryDirectory() as folder:
-                run = record(train, name, FULL | FULL_OF.get(name, {}) | ({"steps": 6} if lag else {}), lag=lag)
-                (found,) = compare([run], Path(folder))
+            run = record(train, name, FULL | FULL_OF.get(name, {}) | ({"steps": 6} if lag else {}), lag=lag)
+            (found,) = compare([run], Path(folder))
             found = {key: f"{value:.2g}" if isinstance(value, float) else value for key, value in found.items()}
             table.writerow({"algorithm": name, "lag": lag} | found)
-            file.flush()
+
+
+def print_speed() -> None:
+    with TemporaryDirectory() as folder:
+        _, posted = in_node(Path(folder), "talk(given)", [("start", {"settings": {}}), ("run", {"until": 20})])
+    seconds = [message["seconds"] for message in posted if message["type"] == "step"]
+    print({part: round(sum(step[part] for step in seconds), 1) for part in ("sample", "update")})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_table(sys.argv[1]) if len(sys.argv) > 1 else print_speed()
