@@ -141,7 +141,8 @@ def test_several_steps_are_those_of_train_py(load_script, make_own, tmp_path, ca
     with change(train) if callable(change) else nullcontext():
         run = record(train, name, flags, **options)
     (found,) = compare([run], tmp_path)
-    assert excess(found) == {}, found
+    limits = {"large_weights": 3e-4} if case == "no_baseline" else {}  # four updates from the few right answers
+    assert excess(found, **limits) == {}, found
 
 
 @pytest.mark.slow

@@ -54,19 +54,18 @@ static float exp1(float x) { return wasm_f32x4_extract_lane(vexp(splat(x)), 0); 
 
 // Matrix product ------------------------------------------------------------------------------------------------------
 
-enum { ROWS = 4, DEPTH = 512 };
-static float panel[8 * DEPTH] __attribute__((aligned(16)));  // 8 columns of B, which stay in the cache
+enum { ROWS = 4, DEPTH = 512, WIDTH = 128 };  // of the packed blocks, which stay in the cache
+static float packed_a[ROWS * DEPTH] __attribute__((aligned(16))), packed_b[DEPTH * WIDTH] __attribute__((aligned(16)));
 
-// ROWS x 8 entries of C, from the rows of A and the panel, over k terms; only the first `rows` of them are there.
-static void product_with_panel(int k, in a, int ar, int ac, int rows, out c, int ldc, int adds) {
+// ROWS x 8 entries of C, from packed blocks of A and B, over k terms.
+static void product_of_blocks(int k, in a, in b, out c, int ldc, int rows, int adds) {
   v128_t s[ROWS][2];
-  int row[ROWS];
-  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = splat(0), row[i] = i < rows ? i * ar : 0;
-  for (in b = panel; k > 0; k--, a += ac, b += 8) {
+  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = splat(0);
+  for (; k > 0; k--, a += ROWS, b += 8) {
     v128_t b0 = load(b), b1 = load(b + 4);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      v128_t x = wasm_v128_load32_splat(a + row[i]);
+      v128_t x = wasm_v128_load32_splat(a + i);
       s[i][0] = add(s[i][0], mul(x, b0));
       s[i][1] = add(s[i][1], mul(x, b1));
     }
@@ -83,13 +82,26 @@ static void product_with_panel(int k, in a, int ar, int ac, int rows, out c, int
 // C (m, n) = A (m, k) B (k, n), or added to C if `adds`. Each of A and B has a stride for its rows and one for its
 // columns (ar, ac, br, bc), so that either may be transposed. n is a multiple of 8.
 API(void, gemm)(int m, int n, int k, in a, int ar, int ac, in b, int br, int bc, out c, int adds) {
-  for (int k0 = 0; k0 < k; k0 += DEPTH, a += DEPTH * ac, b += DEPTH * br)
-    for (int n0 = 0; n0 < n; n0 += 8) {
-      int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
-      for (int y = 0; y < 8; y++)
-        for (int x = 0; x < depth; x++) panel[x * 8 + y] = b[x * br + (n0 + y) * bc];
-      for (int m0 = 0; m0 < m; m0 += ROWS)
-        product_with_panel(depth, a + m0 * ar, ar, ac, m - m0 < ROWS ? m - m0 : ROWS, c + m0 * n + n0, n, adds || k0);
+  for (int n0 = 0; n0 < n; n0 += WIDTH)
+    for (int k0 = 0; k0 < k; k0 += DEPTH) {
+      int width = n - n0 < WIDTH ? n - n0 : WIDTH, depth = k - k0 < DEPTH ? k - k0 : DEPTH;
+      for (int j = 0; j < width; j += 8)
+        if (bc == 1)
+          for (int x = 0; x < depth; x++) {
+            in p = b + (k0 + x) * br + n0 + j;
+            wasm_v128_store(packed_b + j * depth + x * 8, load(p));
+            wasm_v128_store(packed_b + j * depth + x * 8 + 4, load(p + 4));
+          }
+        else
+          for (int y = 0; y < 8; y++)
+            for (int x = 0; x < depth; x++) packed_b[j * depth + x * 8 + y] = b[(k0 + x) * br + (n0 + j + y) * bc];
+      for (int m0 = 0; m0 < m; m0 += ROWS) {
+        int rows = m - m0 < ROWS ? m - m0 : ROWS;
+        for (int y = 0; y < ROWS; y++)
+          for (int x = 0; x < depth; x++) packed_a[x * ROWS + y] = y < rows ? a[(m0 + y) * ar + (k0 + x) * ac] : 0;
+        for (int j = 0; j < width; j += 8)
+          product_of_blocks(depth, packed_a, packed_b + j * depth, c + m0 * n + n0 + j, n, rows, adds || k0);
+      }
     }
 }
 
