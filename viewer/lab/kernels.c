@@ -54,7 +54,7 @@ static float exp1(float x) { return wasm_f32x4_extract_lane(vexp(splat(x)), 0); 
 
 // Matrix product ------------------------------------------------------------------------------------------------------
 
-enum { ROWS = 4, DEPTH = 256, WIDTH = 256 };  // of the packed blocks, which stay in the cache
+enum { ROWS = 4, DEPTH = 512, WIDTH = 128 };  // of the packed blocks, which stay in the cache
 static float packed_a[ROWS * DEPTH] __attribute__((aligned(16))), packed_b[DEPTH * WIDTH] __attribute__((aligned(16)));
 
 // ROWS x 8 entries of C, from packed blocks of A and B, over k terms.
@@ -125,12 +125,18 @@ API(void, rms_norm_grad)(int n, int h, in x, in w, in inv, in dy, out dx, out dw
   }
 }
 
+// A token: its id, its position, and which keys it sees: in all position + 1, the first `shared` of them from the slot
+// `first`, which are its prompt's, there once for the rows of a group; the others from the slot `own`.
+typedef const struct { int id, position, first, shared, own; } *tokens;
+
+static int slot(tokens t, int j) { return j < t->shared ? t->first + j : t->own + j - t->shared; }
+
 // Turns each head of x (n, heads, size) in place by the angles of its token's position. With sign -1: the gradient.
-API(void, rope)(int n, int heads, int size, out x, ids position, in cos, in sin, float sign) {
+API(void, rope)(int n, int heads, int size, out x, tokens t, in cos, in sin, float sign) {
   int half = size / 2;
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, x += size) {
-      in c = cos + position[i] * half, s = sin + position[i] * half;
+      in c = cos + t->position * half, s = sin + t->position * half;
       for (int d = 0; d < half; d++) {
         float a = x[d], b = x[d + half];
         x[d] = a * c[d] - b * (sign * s[d]), x[d + half] = b * c[d] + a * (sign * s[d]);
@@ -138,47 +144,41 @@ API(void, rope)(int n, int heads, int size, out x, ids position, in cos, in sin,
     }
 }
 
-// Query i sees the keys [first[i], first_end[i]), its prompt's, and [own[i], last[i]], its own row's so far: a prompt is
-// there once for all rows of its group. A prompt's own token has first_end -1 and sees [first[i], last[i]].
-#define EACH_KEY(j, t) \
-  for (int j = 0, t = first[i]; t <= last[i]; j++, t = t + 1 == first_end[i] && own[i] > t ? own[i] : t + 1)
-
-// y (n, heads, size) = softmax(q k / sqrt(size)) v. Several query heads share one of `kv` key heads. p (n, heads, width)
-// keeps the probabilities for the gradient.
-API(void, attention)(int n, int heads, int kv, int size, in q, in k, in v, ids first, ids first_end, ids own, ids last,
-                     out p, int width, out y) {
+// y (n, heads, size) = softmax(q k / sqrt(size)) v. Several query heads share one of `kv` key heads.
+// p (n, heads, width) keeps the probabilities for the gradient.
+API(void, attention)(int n, int heads, int kv, int size, in q, in k, in v, tokens t, out p, int width, out y) {
   float scale = 1 / __builtin_sqrtf(size);
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, q += size, y += size, p += width) {
-      int at = h / (heads / kv) * size, row = kv * size, count = 0;
+      int at = h / (heads / kv) * size, row = kv * size;
       float top = -1e30f, sum = 0;
-      EACH_KEY(j, t) {
-        float x = p[j] = dot(size, q, k + t * row + at) * scale;
-        top = x > top ? x : top, count = j + 1;
+      for (int j = 0; j <= t->position; j++) {
+        float x = p[j] = dot(size, q, k + slot(t, j) * row + at) * scale;
+        top = x > top ? x : top;
       }
-      for (int j = 0; j < count; j++) sum += p[j] = exp1(p[j] - top);
+      for (int j = 0; j <= t->position; j++) sum += p[j] = exp1(p[j] - top);
       for (int d = 0; d < size; d++) y[d] = 0;
-      EACH_KEY(j, t) add_scaled(size, p[j] /= sum, v + t * row + at, y);
+      for (int j = 0; j <= t->position; j++) add_scaled(size, p[j] /= sum, v + slot(t, j) * row + at, y);
     }
 }
 
 // Sets dq and adds to dk and dv; they have the shapes of q, k and v.
-API(void, attention_grad)(int n, int heads, int kv, int size, in q, in k, in v, ids first, ids first_end, ids own,
-                          ids last, in p, int width, in dy, out dq, out dk, out dv) {
+API(void, attention_grad)(int n, int heads, int kv, int size, in q, in k, in v, tokens t, in p, int width, in dy,
+                          out dq, out dk, out dv) {
   static float dp[4096];  // by each probability; a policy's context is shorter
   float scale = 1 / __builtin_sqrtf(size);
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++, t++)
     for (int h = 0; h < heads; h++, q += size, dy += size, dq += size, p += width) {
       int at = h / (heads / kv) * size, row = kv * size;
       float mean = 0;
-      EACH_KEY(j, t) {
-        mean += p[j] * (dp[j] = dot(size, dy, v + t * row + at));
-        add_scaled(size, p[j], dy, dv + t * row + at);
+      for (int j = 0; j <= t->position; j++) {
+        mean += p[j] * (dp[j] = dot(size, dy, v + slot(t, j) * row + at));
+        add_scaled(size, p[j], dy, dv + slot(t, j) * row + at);
       }
       for (int d = 0; d < size; d++) dq[d] = 0;
-      EACH_KEY(j, t) {
+      for (int j = 0; j <= t->position; j++) {
         float ds = p[j] * (dp[j] - mean) * scale;
-        add_scaled(size, ds, k + t * row + at, dq), add_scaled(size, ds, q, dk + t * row + at);
+        add_scaled(size, ds, k + slot(t, j) * row + at, dq), add_scaled(size, ds, q, dk + slot(t, j) * row + at);
       }
     }
 }
@@ -202,25 +202,31 @@ API(void, swiglu_grad)(int n, out g, out u, in dy) {
   }
 }
 
-// Probabilities in place of the logits x (n, v): p = softmax(x / temperature). sum (n) is the sum of e^z, where z is a
-// logit / temperature minus the largest one; entropy (n) is log(sum) - mean, the expected z. v is a multiple of 4.
+// The sum of the four lanes is added to a float64: to add 1,000 small numbers to 1 in float32 would lose them.
+static void add_total(v128_t v, double *sum) {
+  v128_t high = wasm_i32x4_shuffle(v, v, 2, 3, 2, 3);
+  v128_t s = wasm_f64x2_add(wasm_f64x2_promote_low_f32x4(v), wasm_f64x2_promote_low_f32x4(high));
+  *sum += wasm_f64x2_extract_lane(s, 0) + wasm_f64x2_extract_lane(s, 1);
+}
+
+// Probabilities in place of the logits x (n, v): p = softmax(x / temperature). entropy (n) is log(sum of e^z) - mean z,
+// where z is a logit / temperature minus the largest one; sum and mean are what it needs. v is a multiple of 4.
 API(void, softmax)(int n, int v, float temperature, out x, out sum, out mean) {
   for (int i = 0; i < n; i++, x += v) {
-    v128_t m = load(x), s = splat(0), es = splat(0), scale = splat(1 / temperature);
-    for (int d = 4; d < v; d += 4) m = wasm_f32x4_max(m, load(x + d));
-    float top = wasm_f32x4_extract_lane(m, 0);
-    for (int lane = 1; lane < 4; lane++) top = ((float *)&m)[lane] > top ? ((float *)&m)[lane] : top;
+    float top = x[0];
+    double s = 0, es = 0;
+    for (int d = 1; d < v; d++) top = x[d] > top ? x[d] : top;
     for (int d = 0; d < v; d += 4) {
-      v128_t z = mul(sub(load(x + d), splat(top)), scale), e = vexp(z);
-      wasm_v128_store(x + d, e), s = add(s, e), es = add(es, mul(e, z));
+      v128_t z = mul(sub(load(x + d), splat(top)), splat(1 / temperature)), e = vexp(z);
+      wasm_v128_store(x + d, e), add_total(e, &s), add_total(mul(e, z), &es);
     }
-    sum[i] = total(s), mean[i] = total(es) / sum[i];
-    for (int d = 0; d < v; d += 4) wasm_v128_store(x + d, mul(load(x + d), splat(1 / sum[i])));
+    sum[i] = s, mean[i] = es / s;
+    for (int d = 0; d < v; d += 4) wasm_v128_store(x + d, mul(load(x + d), splat(1 / s)));
   }
 }
 
-// The gradient by the logits in place of the probabilities p (n, v), of a loss with the given slope (n) by each target's
-// log-prob: slope (1 at the target - p) / temperature.
+// The gradient by the logits in place of the probabilities p (n, v), of a loss with the given slope (n) by each
+// target's log-prob: slope (1 at the target - p) / temperature.
 API(void, log_prob_grad)(int n, int v, float temperature, out p, ids target, in slope) {
   for (int i = 0; i < n; i++, p += v) {
     float s = slope[i] / temperature;

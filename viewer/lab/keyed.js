@@ -3,9 +3,9 @@
 
 const MASK_64 = (1n << 64n) - 1n;
 
-/** A generator that depends only on `name` (the purpose of the numbers) and `key`, non-negative integers. */
+/** A generator that depends only on `name` (the purpose of the numbers) and `key`, integers from 0 to 2^32 - 1. */
 export function keyed_generator(name, ...key) {
-  return new Generator(seed_words([crc32(name), key.length, ...key.flatMap(to_words)]));
+  return new Generator(seed_words([crc32(name), key.length, ...key]));
 }
 
 class Generator {
@@ -79,11 +79,7 @@ function seed_words(entropy) {
   return pool.map((word) => BigInt(get(word)));
 }
 
-/** A number of a key in 32-bit words, the lowest first. */
-function to_words(number) {
-  return number < 2 ** 32 ? [number] : [number % 2 ** 32, ...to_words(Math.floor(number / 2 ** 32))];
-}
-
+/** zlib's checksum of a text. */
 function crc32(text) {
   let c = -1;
   for (const byte of new TextEncoder().encode(text)) {

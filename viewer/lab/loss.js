@@ -7,30 +7,30 @@
 // A row has arrays over its T tokens after the prompt: ids, action_mask (1 on tokens that count), advantages, and
 // old_log_probs and log_probs_ref, which may be null. The gradient of a ratio by its log-prob is the ratio itself.
 
-export const STD_EPS = 1e-4;
+const STD_EPS = 1e-4;
+
+export const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 // ---- common/advantages.py: `returns` are those of one group
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-
 /** A_g = R_g - mean R; exactly 0 if all returns are equal. */
-export function group_advantages(returns) {
+function group_advantages(returns) {
   const baseline = mean(returns);
   return returns.map((value) => (has_reward_variance(returns) ? value - baseline : 0));
 }
 
 /** The standard deviation of a group's returns; the sum of squares is divided by G - 1. */
-export function group_std(returns) {
+function group_std(returns) {
   const center = mean(returns);
   return Math.sqrt(returns.reduce((sum, value) => sum + (value - center) ** 2, 0) / (returns.length - 1));
 }
 
 /** The share of a group's completions that succeed, at least STD_EPS; returns below 0 are measured from the lowest. */
-export function success_rate(returns) {
+function success_rate(returns) {
   return Math.max(mean(returns) - Math.min(0, ...returns), STD_EPS);
 }
 
-export function has_reward_variance(returns) {
+function has_reward_variance(returns) {
   const [lowest, highest] = [Math.min(...returns), Math.max(...returns)];
   return !(highest - lowest <= 1e-6 * Math.max(1, Math.abs(lowest), Math.abs(highest)));
 }
@@ -46,10 +46,8 @@ function probability_ratio(log_probs, { old_log_probs, action_mask }) {
 
 /** -min(ratio A, clip(ratio, 1 - clip_eps, 1 + clip_eps_high) A) of every token, and the slope by its ratio. */
 function clipped_surrogate(ratio, advantages, clip_eps, clip_eps_high = clip_eps) {
-  const token_loss = ratio.map((r, t) => {
-    const clipped = Math.min(Math.max(r, 1 - clip_eps), 1 + clip_eps_high);
-    return -Math.min(r * advantages[t], clipped * advantages[t]);
-  });
+  const clip = (r) => Math.min(Math.max(r, 1 - clip_eps), 1 + clip_eps_high);
+  const token_loss = ratio.map((r, t) => -Math.min(r * advantages[t], clip(r) * advantages[t]));
   const clipped = is_clipped(ratio, advantages, clip_eps, clip_eps_high);
   const slope = ratio.map((_, t) => (clipped[t] ? 0 : -advantages[t]));
   return { token_loss, slope, clipped };
@@ -66,116 +64,92 @@ function approx_kl_divergence(log_probs, { log_probs_ref, action_mask }) {
   return { kl: log_r.map((x) => Math.expm1(x) - x), slope: log_r.map((x) => -Math.expm1(x)) };
 }
 
-// ---- the losses: (settings, log_probs of a row, row, minibatch) -> {terms, push, and what is logged}
+// ---- the losses: (settings, log_probs of a row, row, minibatch) -> what differs between the train.py files: each
+// token's loss and its slope by the log-prob, what both are divided by, and what is logged
 
-/** GRPO: (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows */
-function grpo_loss(settings, log_probs, row, minibatch) {
+/** -min(ratio A, clip(ratio) A), the ratio of each token */
+function clipped_loss({ clip_eps }, log_probs, row) {
   const ratio = probability_ratio(log_probs, row);
-  const { token_loss, slope, clipped } = clipped_surrogate(ratio, row.advantages, settings.clip_eps);
-  const by_log_prob = slope.map((s, t) => s * ratio[t]);
-  const divisor = row.num_tokens * minibatch.num_rows;
-  return with_kl(settings, log_probs, row, minibatch, divisor, token_loss, by_log_prob, { ratio, clipped });
+  const { token_loss, slope, clipped } = clipped_surrogate(ratio, row.advantages, clip_eps);
+  return { token_loss, slope: slope.map((s, t) => s * ratio[t]), ratio, clipped };
 }
 
-/** Dr. GRPO, RLOO: (-min(ratio A, clip(ratio) A) + beta KL) / max_new_tokens / num_rows */
-function drgrpo_loss(settings, log_probs, row, minibatch) {
-  const ratio = probability_ratio(log_probs, row);
-  const { token_loss, slope, clipped } = clipped_surrogate(ratio, row.advantages, settings.clip_eps);
-  const by_log_prob = slope.map((s, t) => s * ratio[t]);
-  const divisor = settings.max_new_tokens * minibatch.num_rows; // a row's sum / a constant
-  return with_kl(settings, log_probs, row, minibatch, divisor, token_loss, by_log_prob, { ratio, clipped });
+/** GRPO, MaxRL: / tokens of its row / num_rows */
+function grpo_loss(settings, log_probs, row, { num_rows }) {
+  return { ...clipped_loss(settings, log_probs, row), divisor: row.num_tokens * num_rows };
 }
 
-/** GSPO: (-min(s A, clip(s) A) + beta KL) / tokens of its row / num_rows, s = exp(mean of the row's log-ratios) */
-function gspo_loss(settings, log_probs, row, minibatch) {
-  const token_ratio = probability_ratio(log_probs, row);
-  const log_ratio = token_ratio.reduce((sum, r, t) => sum + row.action_mask[t] * Math.log(r), 0) / row.num_tokens;
-  const ratio = token_ratio.map(() => Math.exp(log_ratio));
-  const { clip_eps, clip_eps_high } = settings;
+/** Dr. GRPO, RLOO: / max_new_tokens / num_rows, so that a row's sum is divided by a constant */
+function drgrpo_loss(settings, log_probs, row, { num_rows }) {
+  return { ...clipped_loss(settings, log_probs, row), divisor: settings.max_new_tokens * num_rows };
+}
+
+/** GSPO: -min(s A, clip(s) A) / tokens of its row / num_rows, s = exp(mean of the row's log-ratios) */
+function gspo_loss({ clip_eps, clip_eps_high }, log_probs, row, { num_rows }) {
+  const mean_of_row = (values) => values.reduce((sum, x, t) => sum + row.action_mask[t] * x, 0) / row.num_tokens;
+  const s = Math.exp(mean_of_row(probability_ratio(log_probs, row).map(Math.log)));
+  const ratio = row.ids.map(() => s);
   const { token_loss, slope, clipped } = clipped_surrogate(ratio, row.advantages, clip_eps, clip_eps_high);
-  // each log-prob moves the one ratio of its row, by 1 / tokens
-  const total = slope.reduce((sum, s, t) => sum + row.action_mask[t] * s * ratio[t], 0);
-  const by_log_prob = slope.map(() => total / row.num_tokens);
-  const divisor = row.num_tokens * minibatch.num_rows;
-  return with_kl(settings, log_probs, row, minibatch, divisor, token_loss, by_log_prob, { ratio, clipped });
+  const of_each = mean_of_row(slope.map((x) => x * s)); // each log-prob moves the one ratio, by 1 / tokens
+  return { token_loss, slope: slope.map(() => of_each), divisor: row.num_tokens * num_rows, ratio, clipped };
 }
 
-/** CISPO: (-stop_gradient(min(ratio, c)) A log p + beta KL) / num_tokens */
-function cispo_loss(settings, log_probs, row, minibatch) {
+/** CISPO: -stop_gradient(min(ratio, c)) A log p / num_tokens */
+function cispo_loss({ ratio_cap }, log_probs, row, { num_tokens }) {
   const ratio = probability_ratio(log_probs, row);
-  const by_log_prob = ratio.map((r, t) => -Math.min(r, settings.ratio_cap) * row.advantages[t]);
-  const token_loss = by_log_prob.map((s, t) => s * log_probs[t]);
-  const capped = ratio.map((r) => r > settings.ratio_cap);
-  return with_kl(settings, log_probs, row, minibatch, minibatch.num_tokens, token_loss, by_log_prob, { ratio, capped });
+  const slope = ratio.map((r, t) => -Math.min(r, ratio_cap) * row.advantages[t]);
+  const token_loss = slope.map((s, t) => s * log_probs[t]);
+  return { token_loss, slope, divisor: num_tokens, ratio, capped: ratio.map((r) => r > ratio_cap) };
 }
 
 /** REINFORCE: -A log p / num_rows */
-function reinforce_loss(settings, log_probs, row, minibatch) {
-  const by_log_prob = Array.from(row.advantages, (a) => -a);
-  const token_loss = by_log_prob.map((s, t) => s * log_probs[t]);
-  return with_kl(settings, log_probs, row, minibatch, minibatch.num_rows, token_loss, by_log_prob, {});
+function reinforce_loss(settings, log_probs, row, { num_rows }) {
+  const slope = row.advantages.map((a) => -a);
+  return { token_loss: slope.map((s, t) => s * log_probs[t]), slope, divisor: num_rows };
 }
 
-/** Add beta KL, and divide; tokens that do not count get 0. */
-function with_kl(settings, log_probs, row, minibatch, divisor, token_loss, by_log_prob, diagnostics) {
+/** Each token's term and push, with beta KL; tokens that do not count get 0. */
+export function policy_loss(settings, log_probs, row, minibatch) {
+  const algorithm = ALGORITHMS[settings.algorithm];
+  const { token_loss, slope, divisor, ...diagnostics } = algorithm.loss(settings, log_probs, row, minibatch);
   const terms = token_loss.map((loss, t) => (row.action_mask[t] * loss) / divisor);
-  const push = by_log_prob.map((slope, t) => (row.action_mask[t] * -slope) / divisor);
+  const push = slope.map((s, t) => (row.action_mask[t] * -s) / divisor);
   if (settings.kl_weight > 0) {
-    const { kl, slope } = approx_kl_divergence(log_probs, row);
+    const { kl, slope: kl_slope } = approx_kl_divergence(log_probs, row);
     // the mistake: the penalty is averaged over all entries of the padded batch, with prompts and padding
     const kl_divisor = settings.mistake === "kl_padding" ? minibatch.width * minibatch.num_rows : divisor;
     kl.forEach((value, t) => {
       terms[t] += (settings.kl_weight * value) / kl_divisor;
-      push[t] -= (settings.kl_weight * slope[t]) / kl_divisor;
+      push[t] -= (settings.kl_weight * kl_slope[t]) / kl_divisor;
     });
     diagnostics.kl = kl;
   }
   return { terms, push, ...diagnostics };
 }
 
-// ---- the menu: for each algorithm its train.py, the advantages of a group, the loss, and its own defaults
+// ---- the menu: for each algorithm the advantages of a group, the loss, and its train.py's own defaults
 
 const SEVERAL_UPDATES = { epochs_per_step: 4, minibatch_size: 32, kl_weight: 0 };
-const ONE_UPDATE = { epochs_per_step: 1, minibatch_size: null, kl_weight: 0, max_grad_norm: Infinity };
 const in_units_of = (spread) => (returns) => group_advantages(returns).map((a) => a / spread(returns));
 const grpo_advantages = in_units_of((returns) => group_std(returns) + STD_EPS);
-const minus_baseline = (returns, { baseline }) => returns.map((r) => Math.fround(r - Math.fround(baseline)));
+const rloo_advantages = (returns) => group_advantages(returns).map((a) => (a * returns.length) / (returns.length - 1));
+const reinforce = {
+  advantages: (returns, baseline) => returns.map((r) => Math.fround(r - Math.fround(baseline))),
+  loss: reinforce_loss,
+  fixed: { epochs_per_step: 1, minibatch_size: null, kl_weight: 0, max_grad_norm: Infinity },
+};
 
 export const ALGORITHMS = {
-  reinforce: {
-    train: "policy_gradients/reinforce/train.py",
-    advantages: minus_baseline, // which stays 0
-    policy_loss: reinforce_loss,
-    fixed: ONE_UPDATE,
-  },
-  reinforce_baseline: {
-    train: "policy_gradients/reinforce/train.py",
-    advantages: minus_baseline, // a running mean of earlier rewards
-    policy_loss: reinforce_loss,
-    fixed: ONE_UPDATE,
-  },
-  grpo: { train: "experiment_base/train.py", advantages: grpo_advantages, policy_loss: grpo_loss },
-  drgrpo: { train: "experiment_drgrpo/train.py", advantages: group_advantages, policy_loss: drgrpo_loss },
-  rloo: {
-    train: "policy_gradients/rloo/train.py",
-    advantages: (returns) => group_advantages(returns).map((a) => (a * returns.length) / (returns.length - 1)),
-    policy_loss: drgrpo_loss,
-  },
-  maxrl: {
-    train: "policy_gradients/maxrl/train.py",
-    advantages: in_units_of(success_rate),
-    policy_loss: grpo_loss,
-  },
+  reinforce, // its baseline stays 0
+  reinforce_baseline: reinforce, // a running mean of earlier rewards
+  grpo: { advantages: grpo_advantages, loss: grpo_loss },
+  drgrpo: { advantages: group_advantages, loss: drgrpo_loss },
+  rloo: { advantages: rloo_advantages, loss: drgrpo_loss },
+  maxrl: { advantages: in_units_of(success_rate), loss: grpo_loss },
   gspo: {
-    train: "policy_gradients/gspo/train.py",
     advantages: grpo_advantages,
-    policy_loss: gspo_loss,
+    loss: gspo_loss,
     defaults: { ...SEVERAL_UPDATES, clip_eps: 3e-4, clip_eps_high: 4e-4 },
   },
-  cispo: {
-    train: "policy_gradients/cispo/train.py",
-    advantages: grpo_advantages,
-    policy_loss: cispo_loss,
-    defaults: { ...SEVERAL_UPDATES, ratio_cap: 1.28 },
-  },
+  cispo: { advantages: grpo_advantages, loss: cispo_loss, defaults: { ...SEVERAL_UPDATES, ratio_cap: 1.28 } },
 };

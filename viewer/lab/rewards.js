@@ -1,16 +1,6 @@
-// What a completion earns: tasks/arithmetic.py, three rewards to try, and the reader's own.
+// What a completion earns: `correct` of tasks/arithmetic.py, two others to try, and the reader's own.
 
 const SPACES = /[\p{White_Space}\x1c-\x1f]/u; // as Python's str.split and \s
-const TRIMMED = new RegExp(`^${SPACES.source}+|${SPACES.source}+$`, "gu");
-const WELL_FORMED = new RegExp(
-  `^(?:<think>(?:[^<]|<(?!/?think>|/?answer>))*</think>${SPACES.source}*)?<answer>[^<>]*</answer>$`,
-  "u",
-);
-
-/** `correct` and `format` of tasks/arithmetic.py. */
-export function arithmetic_reward(text, answer) {
-  return { correct: correct(text, answer), format: +WELL_FORMED.test(text.replace(TRIMMED, "")) };
-}
 
 /** 1 if the text holds one closed <answer>, outside <think>, and it equals the answer, else 0. */
 export function correct(text, answer) {
@@ -77,8 +67,8 @@ export function own_reward(source) {
       throw new Error(`The reward failed at the completion ${JSON.stringify(text)}: ${error?.message ?? error}.`);
     }
     if (typeof value === "boolean") value = Number(value);
-    if (typeof value === "number" && Number.isFinite(value)) return value;
-    const kind = typeof value === "number" ? "" : `, which is ${value === undefined ? "no value" : `a ${typeof value}`}`;
-    throw new Error(`The reward returned ${String(value)}${kind}, at the completion ${JSON.stringify(text)}: it must be a number.`);
+    if (typeof value === "number" && Number.isFinite(Math.fround(value))) return value; // float32, as in Python
+    const given = typeof value === "number" ? `${value}` : `${JSON.stringify(value)}, which is no number`;
+    throw new Error(`The reward returned ${given}, at the completion ${JSON.stringify(text)}: give a finite number.`);
   };
 }

@@ -1,6 +1,6 @@
 // Sampling: Q prompts in, G completions of each out, as in common/sampling.py.
 import { keyed_generator } from "./keyed.js";
-import { add_token, empty_tokens } from "./policy.js";
+import { in_groups } from "./policy.js";
 import { END_OF_TURN_ID } from "./tokenizer.js";
 
 const CACHE_SLOTS = 16384; // tokens whose keys and values are in memory at the same time
@@ -10,63 +10,50 @@ const CACHE_SLOTS = 16384; // tokens whose keys and values are in memory at the 
  *
  * `key` is (seed, step): a row's random numbers depend only on it, on the prompt's index and on the completion's index.
  */
-export function sample(policy, prompts, group_size, { max_new_tokens, temperature, key, prompt_index, greedy = false }) {
+export function sample(policy, prompts, group_size, options) {
+  const { max_new_tokens, temperature, key, prompt_index, greedy = false } = options;
+  const groups = prompts.map((prompt, q) =>
+    Array.from({ length: group_size }, (_, completion_index) => {
+      const name = { prompt_index: prompt_index[q], completion_index };
+      return { ...name, prompt, ids: [], sampler_log_probs: [], finish_reason: "length" };
+    }),
+  );
   const per_batch = Math.max(1, Math.floor(CACHE_SLOTS / (group_size * max_new_tokens)));
-  const trajectories = [];
-  for (let start = 0; start < prompts.length; start += per_batch) {
-    const batch = prompts.slice(start, start + per_batch).map((prompt, i) =>
-      Array.from({ length: group_size }, (_, completion_index) => {
-        const name = { prompt_index: prompt_index[start + i], completion_index };
-        return { ...name, prompt, ids: [], sampler_log_probs: [], finish_reason: "length" };
-      }),
-    );
-    const uniforms = new Map();
-    for (const row of greedy ? [] : batch.flat())
-      uniforms.set(row, keyed_generator("tokens", ...key, row.prompt_index, row.completion_index));
-    policy.memory.scope(() => complete(policy, batch, max_new_tokens, temperature, uniforms));
-    trajectories.push(...batch.flat());
-  }
-  return trajectories;
+  for (const batch of in_groups(groups, per_batch))
+    policy.memory.scope(() => complete(policy, batch, max_new_tokens, temperature, greedy ? null : key));
+  return groups.flat();
 }
 
-/** Append sampled tokens to every row of a batch of groups, until it ends its turn or has used its budget. */
-function complete(policy, groups, max_new_tokens, temperature, uniforms) {
-  const starts = []; // the slot where a group's prompt begins
-  let num_prompt_slots = 0;
-  for (const [{ prompt }] of groups) {
-    starts.push(num_prompt_slots);
-    num_prompt_slots += prompt.length;
-  }
-  const rows = groups.flatMap((group, q) => group.map((row) => ({ row, q })));
-  rows.forEach((entry, b) => (entry.own = num_prompt_slots + b * max_new_tokens)); // the slots of a row's own tokens
-  const caches = make_caches(policy, num_prompt_slots + rows.length * max_new_tokens);
-
-  // a prompt is run once; its keys and values serve the group
-  const tokens = empty_tokens();
-  groups.forEach(([{ prompt }], q) => {
-    prompt.forEach((id, position) => add_token(tokens, id, position, starts[q], -1, starts[q], starts[q] + position));
+/** Append tokens to every row of a batch of groups, until it ends its turn or has used its budget. */
+function complete(policy, groups, max_new_tokens, temperature, key) {
+  const tokens = []; // of the prompts: each is run once, and its keys and values serve its group
+  const rows = groups.flatMap((group) => {
+    const [{ prompt }, first] = [group[0], tokens.length];
+    tokens.push(...prompt.map((id, position) => [id, position, first, 0, first]));
+    return group.map((row) => ({ row, first, end: tokens.length - 1 }));
   });
-  const ends = groups.map(([{ prompt }], q) => starts[q] + prompt.length - 1);
-  policy.memory.scope(() => {
-    const probs = policy.next_probs(policy.forward(tokens, caches), ends, temperature);
-    for (const { row, q } of rows) append(row, probs[q], uniforms.get(row));
+  rows.forEach((entry, b) => {
+    entry.own = tokens.length + b * max_new_tokens; // where the keys of a row's own tokens begin
+    entry.generator = key && keyed_generator("tokens", ...key, entry.row.prompt_index, entry.row.completion_index);
   });
+  const caches = make_caches(policy, tokens.length + rows.length * max_new_tokens);
+  const draw = (tokens, active, indices) =>
+    policy.memory.scope(() => {
+      const probs = policy.next_probs(tokens, caches, indices, temperature);
+      active.forEach(({ row, generator }, j) => append(row, probs[j], generator));
+    });
+  draw(tokens, rows, rows.map(({ end }) => end));
   for (let length = 1; length < max_new_tokens; length++) {
     const active = rows.filter(({ row }) => row.finish_reason !== "stop");
     if (!active.length) break;
-    const tokens = empty_tokens();
-    for (const { row, q, own } of active) {
-      const position = row.prompt.length + length - 1;
-      add_token(tokens, row.ids.at(-1), position, starts[q], ends[q] + 1, own, own + length - 1);
-    }
-    policy.memory.scope(() => {
-      const probs = policy.next_probs(policy.forward(tokens, caches), [...active.keys()], temperature);
-      active.forEach(({ row }, j) => append(row, probs[j], uniforms.get(row)));
+    const newest = active.map(({ row: { ids, prompt }, first, own }) => {
+      return [ids.at(-1), prompt.length + length - 1, first, prompt.length, own];
     });
+    draw(newest, active, [...active.keys()]);
   }
 }
 
-/** Draw a row's next token, and record it with its log-prob. */
+/** Add a row's next token with its log-prob: a drawn one, or the most probable one. */
 function append(row, probs, generator) {
   const id = generator ? invert_cdf(probs, generator.random()) : probs.indexOf(Math.max(...probs));
   row.ids.push(id);
@@ -75,12 +62,11 @@ function append(row, probs, generator) {
 }
 
 /** The token whose interval contains the uniform number, with the probabilities laid end to end. */
-export function invert_cdf(probs, uniform) {
-  let total = 0;
-  for (const p of probs) total += p;
+function invert_cdf(probs, uniform) {
+  const wanted = uniform * probs.reduce((sum, p) => sum + p, 0);
   let sum = 0;
-  for (let id = 0; id < probs.length; id++) if ((sum += probs[id]) > uniform * total) return id;
-  return probs.length - 1;
+  const id = probs.findIndex((p) => (sum += p) > wanted);
+  return id < 0 ? probs.length - 1 : id;
 }
 
 /** The keys and values of all layers, by slot. */
@@ -89,10 +75,10 @@ function make_caches(policy, slots) {
   const size = num_key_value_heads * head_dim;
   return Array.from({ length: num_hidden_layers }, () => {
     const cache = { k: policy.memory.floats(slots * size), v: policy.memory.floats(slots * size) };
-    cache.put = ({ k, v }, at) => {
-      at.forEach((slot, i) => {
-        cache.k.set(k.subarray(i * size, (i + 1) * size), slot * size);
-        cache.v.set(v.subarray(i * size, (i + 1) * size), slot * size);
+    cache.put = ({ k, v }, tokens) => {
+      tokens.forEach(([, position, , shared, own], i) => {
+        cache.k.set(k.subarray(i * size, (i + 1) * size), (own + position - shared) * size);
+        cache.v.set(v.subarray(i * size, (i + 1) * size), (own + position - shared) * size);
       });
       return cache;
     };

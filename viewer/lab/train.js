@@ -1,7 +1,8 @@
 // GRPO in the reader's browser: the loop of experiment_base/train.py, and of its siblings, step by step the same.
 import { keyed_generator, prompts_of_step } from "./keyed.js";
-import { ALGORITHMS, has_reward_variance } from "./loss.js";
-import { arithmetic_reward, is_reasoned } from "./rewards.js";
+import { ALGORITHMS, mean, policy_loss } from "./loss.js";
+import { in_groups } from "./policy.js";
+import { correct, is_reasoned } from "./rewards.js";
 import { sample } from "./sampling.js";
 import { PAD_ID } from "./tokenizer.js";
 
@@ -21,7 +22,7 @@ export const DEFAULTS = {
   kl_weight: 0.02, // beta
   max_grad_norm: 1, // a longer gradient is scaled down to this norm
   lag: 0, // the completions are sampled with the weights of so many steps ago
-  correction: "none", // for the lag: "tis" weights each token by p / p_sampler, up to a cap; "mask" drops it beyond that
+  correction: "none", // "tis" weights each token by p / p_sampler, up to a cap; "mask" drops it beyond that
   reward: "correct", // a key of REWARDS, or "own"
   reward_source: null, // the reader's own reward
   mistake: null, // "mask", "batch", "kl_padding", "no_baseline" or "sign": one line is wrong
@@ -29,32 +30,12 @@ export const DEFAULTS = {
 };
 
 /** Complete settings: the defaults, those of the algorithm's own train.py, and what is given. */
-export function settings_of(given = {}) {
+export function settings_of(given) {
   const name = given.algorithm ?? DEFAULTS.algorithm;
-  if (!(name in ALGORITHMS)) throw new Error(`There is no algorithm ${name}.`);
-  const chosen = Object.entries(given).filter(([key, x]) => x !== undefined && (x !== null || DEFAULTS[key] === null));
+  if (!Object.hasOwn(ALGORITHMS, name)) throw new Error(`There is no algorithm ${name}.`);
   const { defaults, fixed } = ALGORITHMS[name];
-  const settings = { ...DEFAULTS, ...defaults, ...Object.fromEntries(chosen), ...fixed };
-  const check = (key, is_valid, wanted) => {
-    if (!is_valid(settings[key])) throw new Error(`${key} must be ${wanted}, not ${settings[key]}.`);
-  };
-  const whole = (from, to) => [(x) => Number.isInteger(x) && x >= from && x <= to, `a whole number, ${from} to ${to}`];
-  const positive = [(x) => Number.isFinite(x) && x > 0, "a number above 0"];
-  const one_of = (...names) => [(x) => names.includes(x), `one of ${names.join(", ")}`];
-  check("prompts_per_step", ...whole(1, 64));
-  check("group_size", ...whole(name.startsWith("reinforce") ? 1 : 2, 64)); // otherwise a group is its own baseline
-  check("max_new_tokens", ...whole(1, 512));
-  check("epochs_per_step", ...whole(1, 16));
-  check("lag", ...whole(0, 16));
-  check("seed", ...whole(0, Number.MAX_SAFE_INTEGER));
-  for (const key of ["temperature", "lr", "clip_eps"]) check(key, ...positive);
-  check("kl_weight", (x) => Number.isFinite(x) && x >= 0, "0 or above");
-  check("correction", ...one_of("none", "tis", "mask"));
-  check("mistake", ...one_of(null, "mask", "batch", "kl_padding", "no_baseline", "sign"));
-  const { minibatch_size, group_size } = settings;
-  const is_groups = minibatch_size === null || (minibatch_size > 0 && minibatch_size % group_size === 0);
-  check("minibatch_size", () => is_groups, `complete groups, a multiple of ${group_size}`);
-  return settings;
+  const chosen = Object.fromEntries(Object.entries(given).filter(([, value]) => value !== null));
+  return { ...DEFAULTS, ...defaults, ...chosen, ...fixed };
 }
 
 export class Training {
@@ -68,7 +49,6 @@ export class Training {
     this.num_steps = 0; // that are done
     this.baseline = 0; // REINFORCE's: a running mean of earlier rewards
     this.earlier_weights = []; // before each of the last `lag` steps, the oldest first
-    this.sampler = null; // a policy with the weights of `lag` steps ago
   }
 
   /** One step, as in `train` of train.py. If it fails, everything is as before it. */
@@ -86,7 +66,7 @@ export class Training {
     for (const row of trajectories) {
       Object.assign(row, this.questions[row.prompt_index]);
       row.text = this.tokenizer.decode(row.ids);
-      row.rewards = arithmetic_reward(row.text, row.answer);
+      row.rewards = { correct: correct(row.text, row.answer) };
     }
     const totals = this.reward_all(trajectories);
     trajectories.forEach((row, b) => (row.return = Math.fround(totals[b])));
@@ -95,7 +75,7 @@ export class Training {
     const groups = in_groups(trajectories, settings.mistake === "batch" ? trajectories.length : settings.group_size);
     for (const group of groups) {
       const returns = group.map((row) => row.return);
-      const right = algorithm.advantages(returns, { baseline: this.baseline });
+      const right = algorithm.advantages(returns, this.baseline);
       const advantages = settings.mistake === "no_baseline" ? returns : right;
       const sign = settings.mistake === "sign" ? -1 : 1;
       group.forEach((row, g) => (row.advantage = Math.fround(sign * advantages[g])));
@@ -116,8 +96,9 @@ export class Training {
     const statistics = update(settings, policy, experience, step);
 
     // 6 log
-    const metrics = { ...rollout_metrics(trajectories, settings.group_size), ...statistics.metrics() };
-    if (settings.algorithm === "reinforce_baseline") this.baseline += SMOOTHING * (metrics["reward/total"] - this.baseline);
+    const metrics = { ...rollout_metrics(trajectories), ...statistics.metrics() };
+    const has_baseline = settings.algorithm === "reinforce_baseline";
+    if (has_baseline) this.baseline += SMOOTHING * (metrics["reward/total"] - this.baseline);
     if (weights) this.earlier_weights = [...this.earlier_weights, weights].slice(-settings.lag);
     this.num_steps = step;
     this.newest = { step, experience };
@@ -132,12 +113,17 @@ export class Training {
     const prompts = prompt_index.map((index) => this.tokenizer.encode_prompt(questions[index].question));
     const key = [settings.seed, step]; // decides the random numbers of this step
     const { max_new_tokens, temperature } = settings;
-    let sampler = this.policy;
-    if (settings.lag && this.earlier_weights.length) {
-      sampler = this.sampler ??= this.policy.copy();
-      sampler.weights.set(this.earlier_weights[0]);
-    }
+    const [earlier] = settings.lag ? this.earlier_weights : [];
+    if (earlier) (this.policy.sampler ??= this.policy.copy()).weights.set(earlier);
+    const sampler = earlier ? this.policy.sampler : this.policy;
     return sample(sampler, prompts, settings.group_size, { max_new_tokens, temperature, key, prompt_index });
+  }
+
+  /** The state before the first step. */
+  beginning() {
+    const zeros = new Float32Array(this.policy.size);
+    const { weights } = this.reference;
+    return { num_steps: 0, baseline: 0, earlier_weights: [], weights, m: zeros, v: zeros, updates: 0 };
   }
 
   /** Everything that later steps depend on. */
@@ -157,11 +143,9 @@ export class Training {
   shown_groups(experience, statistics) {
     return in_groups(experience, this.settings.group_size).map((group) => {
       const { prompt_index, prompt } = group[0].trajectory;
-      const rows = group.map(({ trajectory: row, old_log_probs: old, log_probs_ref: ref }) => {
-        const { completion_index, ids, text, rewards, advantage, finish_reason } = row;
-        const shown = { completion_index, ids, text, rewards, return: row.return, advantage, finish_reason };
-        const { entropy = null, updates } = statistics.of(row);
-        return { ...shown, log_probs: row.sampler_log_probs, old, ref, entropy, updates };
+      const rows = group.map(({ trajectory, old_log_probs: old, log_probs_ref: ref }) => {
+        const { sampler_log_probs: log_probs, ...row } = trajectory;
+        return { ...row, log_probs, old, ref, ...(statistics.rows.get(trajectory) ?? { entropy: null, updates: [] }) };
       });
       return { ...this.questions[prompt_index], prompt_index, prompt, rows };
     });
@@ -180,7 +164,7 @@ function collate(settings, trajectories) {
       row.ids = [...ids, PAD_ID].slice(0, row.action_mask.length);
       row.sampler_log_probs = [...sampler_log_probs, 0].slice(0, row.action_mask.length);
     }
-    return { ...row, num_tokens: Math.max(1, row.action_mask.reduce((sum, bit) => sum + bit, 0)) };
+    return { ...row, num_tokens: Math.max(1, sum_of(row.action_mask)) };
   });
 }
 
@@ -204,24 +188,23 @@ function importance_weights({ lag, correction }, row) {
 
 /** Train on one rollout: some epochs over shuffled minibatches, one optimizer step each. */
 function update(settings, policy, experience, step) {
-  const { policy_loss } = ALGORITHMS[settings.algorithm];
-  const statistics = new UpdateStatistics(settings.max_grad_norm);
+  const statistics = new UpdateStatistics();
   for (let epoch = 0; epoch < settings.epochs_per_step; epoch++) {
     const key = [settings.seed, step, epoch]; // decides the shuffle
     minibatches(experience, settings, key).forEach((minibatch, index) => {
-      policy.zero_grad();
+      policy.grad.fill(0);
       const rows = settings.kl_weight > 0 ? minibatch.rows : with_advantages(minibatch.rows);
       policy.score(rows, settings.temperature, (micro, log_probs, entropy) =>
         micro.map((row, b) => {
           const result = policy_loss(settings, log_probs[b], row, minibatch);
-          statistics.add(epoch, index, row, { log_probs: log_probs[b], ...result }, entropy[b]);
+          statistics.add(row, entropy[b], { epoch, minibatch: index, log_probs: log_probs[b], ...result });
           return result.push.map((push) => -push);
         }),
       );
       const grad_norm = policy.grad_norm();
       const scale = Math.min(1, settings.max_grad_norm / (grad_norm + 1e-6));
       if (Number.isFinite(grad_norm)) policy.optimizer_step(settings.lr, scale); // otherwise this update is skipped
-      statistics.end_update(grad_norm);
+      statistics.grad_norms.push(grad_norm);
     });
   }
   return statistics;
@@ -247,68 +230,40 @@ function with_advantages(rows) {
   return some.length ? some : rows.toSorted(first).slice(0, 1);
 }
 
-/** The statistics of a step's updates, as harness/logs/statistics.py has them. */
+/** What the page shows of a step's updates; metrics as in harness/logs/statistics.py. */
 class UpdateStatistics {
-  constructor(max_grad_norm) {
-    Object.assign(this, { max_grad_norm, grad_norms: [], loss: 0, kl_of_rows: [], sums: {}, counts: {}, rows: new Map() });
-  }
+  rows = new Map(); // {entropy, updates} by trajectory
+  grad_norms = []; // of the updates that are done
+  entropies = []; // of every token in every update
+  kl_of_rows = []; // before the first update: later the policy is no longer the one that sampled
 
-  add(epoch, minibatch, row, result, entropy) {
-    const is_first = !this.grad_norms.length; // before the first optimizer step the policy is still the one that sampled
-    const places = [...row.action_mask.keys()].filter((t) => row.action_mask[t]);
-    const { log_probs, terms, push, kl, ...logged } = result;
-    this.loss += sum_of(terms);
-    if (kl && is_first) this.kl_of_rows.push(mean_of(places.map((t) => kl[t])));
-    logged.entropy = entropy;
-    if (is_first) logged.sampling_log_prob_difference = log_probs.map((x, t) => Math.abs(x - row.sampler_log_probs[t]));
-    for (const name in logged) {
-      this.sums[name] = (this.sums[name] ?? 0) + sum_of(places.map((t) => +logged[name][t]));
-      this.counts[name] = (this.counts[name] ?? 0) + places.length;
-    }
+  add(row, entropy, update) {
+    const counted = (values) => Array.from(values).filter((_, t) => row.action_mask[t]);
+    this.entropies.push(...counted(entropy));
+    if (update.kl && !this.grad_norms.length) this.kl_of_rows.push(mean(counted(update.kl)));
     if (!this.rows.has(row.trajectory)) this.rows.set(row.trajectory, { entropy, updates: [] });
-    this.rows.get(row.trajectory).updates.push({ epoch, minibatch, ...result });
-  }
-
-  end_update(grad_norm) {
-    this.grad_norms.push(grad_norm);
-  }
-
-  of(trajectory) {
-    return this.rows.get(trajectory) ?? { updates: [] };
+    this.rows.get(row.trajectory).updates.push(update);
   }
 
   metrics() {
-    const norms = this.grad_norms;
-    const metrics = this.kl_of_rows.length ? { "loss/kl": mean_of(this.kl_of_rows) } : {};
-    metrics["loss/total"] = this.loss / norms.length;
-    metrics["loss/grad_norm"] = mean_of(norms);
-    metrics["loss/grad_clipped"] = mean_of(norms.map((norm) => +(this.max_grad_norm < norm && norm < Infinity)));
-    metrics["loss/skipped"] = norms.filter((norm) => !Number.isFinite(norm)).length;
-    for (const name in this.sums) metrics[`policy/${name}`] = this.sums[name] / this.counts[name];
-    return metrics;
+    return {
+      ...(this.kl_of_rows.length && { "loss/kl": mean(this.kl_of_rows) }),
+      "loss/grad_norm": mean(this.grad_norms),
+      "loss/skipped": this.grad_norms.filter((norm) => !Number.isFinite(norm)).length,
+      "policy/entropy": mean(this.entropies),
+    };
   }
 }
 
-/** Metrics of a rollout, as harness/logs/statistics.py has them. */
-function rollout_metrics(trajectories, group_size) {
-  const mean_over_rows = (value) => mean_of(trajectories.map((row) => +value(row)));
-  const groups = in_groups(trajectories, group_size).map((group) => group.map((row) => row.return));
+/** Metrics of a rollout, as in harness/logs/statistics.py. */
+function rollout_metrics(trajectories) {
+  const mean_over_rows = (value) => mean(trajectories.map((row) => +value(row)));
   return {
     "reward/total": Math.fround(mean_over_rows((row) => row.return)),
     "reward/correct": mean_over_rows((row) => row.rewards.correct),
-    "reward/format": mean_over_rows((row) => row.rewards.format),
     "completion/reasoned": mean_over_rows((row) => is_reasoned(row.text)),
     "completion/length": mean_over_rows((row) => row.ids.length),
-    "completion/truncated": mean_over_rows((row) => row.finish_reason === "length"),
-    "sampling/tokens": sum_of(trajectories.map((row) => row.ids.length)),
-    ...(group_size > 1 && { "group/zero_reward_variance": mean_of(groups.map((group) => +!has_reward_variance(group))) }),
   };
 }
 
 const sum_of = (values) => values.reduce((sum, value) => sum + value, 0);
-const mean_of = (values) => sum_of(values) / values.length;
-
-/** Items in parts of the given size; the last one can be smaller. */
-function in_groups(items, size) {
-  return Array.from({ length: Math.ceil(items.length / size) }, (_, i) => items.slice(i * size, (i + 1) * size));
-}

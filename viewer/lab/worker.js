@@ -1,5 +1,5 @@
 // The worker of the page: it answers messages between the steps of a training.
-import { Memory, Policy } from "./policy.js";
+import { Memory, Policy, read_tensors } from "./policy.js";
 import { REWARDS, own_reward } from "./rewards.js";
 import { sample } from "./sampling.js";
 import { END_OF_TURN_ID, Tokenizer } from "./tokenizer.js";
@@ -16,7 +16,7 @@ let stride = 5; // steps between snapshots
 const receive = {
   load({ wasm, config, weights, data }) {
     const memory = new Memory(new WebAssembly.Module(wasm));
-    policy = new Policy(memory, config, weights);
+    policy = new Policy(memory, config, read_tensors(weights));
     policy.prepare_training();
     reference = policy.copy();
     tokenizer = new Tokenizer(data.tokenizer);
@@ -26,8 +26,9 @@ const receive = {
 
   start({ settings }) {
     until = 0;
+    training = null; // if these settings cannot be used, there is none
     training = new Training(settings_of(settings), policy, reference, tokenizer, questions, rewards_of(settings));
-    training.restore(beginning());
+    training.restore(training.beginning());
     snapshots = new Map();
     stride = 5;
     postMessage({ type: "paused", step: 0 });
@@ -59,21 +60,20 @@ const receive = {
   rewind({ step }) {
     const wanted = Math.max(0, Math.min(step, training.num_steps));
     const earlier = [...snapshots.keys()].filter((kept) => kept <= wanted);
-    training.restore(earlier.length ? snapshots.get(Math.max(...earlier)) : beginning());
+    training.restore(earlier.length ? snapshots.get(Math.max(...earlier)) : training.beginning());
     for (const kept of snapshots.keys()) if (kept > wanted) snapshots.delete(kept);
     if (training.num_steps === wanted) paused();
     else receive.run({ until: wanted });
   },
 
-  ask({ question, temperature = 0 }) {
+  /** The most probable answers, before training and now. */
+  ask({ question }) {
     const prompt = tokenizer.encode_prompt(question);
-    const { max_new_tokens, seed } = training?.settings ?? DEFAULTS;
-    if (prompt.length + max_new_tokens > policy.config.max_position_embeddings) throw new Error("The question is too long.");
-    const settings = { max_new_tokens, temperature: temperature || 1, greedy: !temperature, key: [seed, 0], prompt_index: [0] };
-    const answer_of = (asked) => {
-      const [{ ids }] = sample(asked, [prompt], 1, settings);
-      return { text: tokenizer.decode(ids), tokens: ids };
-    };
+    const { max_new_tokens } = training?.settings ?? DEFAULTS;
+    if (prompt.length + max_new_tokens > policy.config.max_position_embeddings)
+      throw new Error("The question is too long.");
+    const options = { max_new_tokens, temperature: 1, greedy: true, prompt_index: [0] };
+    const answer_of = (asked) => ({ text: tokenizer.decode(sample(asked, [prompt], 1, options)[0].ids) });
     postMessage({ type: "answer", question, before: answer_of(reference), now: answer_of(policy) });
   },
 
@@ -88,7 +88,8 @@ const receive = {
 
   check({ source }) {
     try {
-      postMessage({ type: "checked", ok: true, value: own_reward(source)(EXAMPLE.text, EXAMPLE.answer, EXAMPLE.question) });
+      const value = own_reward(source)(EXAMPLE.text, EXAMPLE.answer, EXAMPLE.question);
+      postMessage({ type: "checked", ok: true, value });
     } catch (error) {
       postMessage({ type: "checked", ok: false, message: error.message });
     }
@@ -97,12 +98,12 @@ const receive = {
 
 globalThis.onmessage = ({ data: message }) => guarded(() => receive[message.type](message));
 
-/** What goes wrong becomes one sentence for the reader, and the training is paused. */
+/** What goes wrong becomes one sentence for the reader; if it was a step, the training is paused. */
 function guarded(work) {
   try {
     work();
   } catch (error) {
-    until = 0;
+    if (work === take_step) until = 0;
     postMessage({ type: "error", message: error.message, step: training?.num_steps ?? 0 });
   }
 }
@@ -124,12 +125,6 @@ function paused() {
   postMessage({ type: "paused", step: training.num_steps });
 }
 
-/** The state of a training before its first step. */
-function beginning() {
-  const zeros = new Float32Array(policy.size);
-  return { num_steps: 0, baseline: 0, earlier_weights: [], weights: reference.weights, m: zeros, v: zeros, updates: 0 };
-}
-
 /** Steps until a message stops them: each one is a task of its own, so that messages are read in between. */
 function run_steps() {
   if (!until || training.num_steps >= until) {
@@ -137,24 +132,25 @@ function run_steps() {
     paused();
     return;
   }
-  guarded(() => {
-    const result = training.train_step();
-    postMessage({ type: "step", ...result });
-    check_weights(result);
-    keep_snapshot();
-    const { step } = result;
-    if (step === 10 && is_default(training.settings)) postMessage({ type: "checksum", step, value: policy.checksum() });
-    setTimeout(run_steps);
-  });
+  guarded(take_step);
+}
+
+function take_step() {
+  const result = training.train_step();
+  postMessage({ type: "step", ...result });
+  check_weights(result);
+  keep_snapshot();
+  const is_default = Object.keys(DEFAULTS).every((key) => training.settings[key] === DEFAULTS[key]);
+  if (result.step === 10 && is_default) postMessage({ type: "checksum", step: 10, value: policy.checksum() });
+  setTimeout(run_steps);
 }
 
 function check_weights({ step, metrics }) {
   const advice = "rewind, or lower the learning rate";
   if (!policy.is_finite()) throw new Error(`The weights are not finite after step ${step}: ${advice}.`);
-  if (metrics["loss/skipped"]) throw new Error(`A gradient of step ${step} is not finite, so it was skipped: ${advice}.`);
+  if (metrics["loss/skipped"])
+    throw new Error(`A gradient of step ${step} is not finite, so it was skipped: ${advice}.`);
 }
-
-const is_default = (settings) => Object.keys(DEFAULTS).every((key) => settings[key] === DEFAULTS[key]);
 
 /** Keep the state of every fifth step; when that is too much memory, of every tenth, and so on. */
 function keep_snapshot() {
