@@ -94,7 +94,7 @@ def test_a_link_holds_all_settings_and_bad_ones_are_said(open_lab):
     for text in ("from 0 to 16", "choose one of grpo", "no setting nonsense", "number from 1e-7 to 1"):
         wait_for_text(page, "#message", text)
     values = [page.input_value(f"#setting-{name}") for name in ("lag", "algorithm", "lr", "seed")]
-    assert values == ["0", "grpo", "0.00005", "3"] or values == ["0", "grpo", "5e-5", "3"]
+    assert values == ["0", "grpo", "0.00005", "3"]
     page.fill("#setting-group_size", "1")
     page.click("#train")
     wait_for_text(page, "#message", "nothing to compare")
@@ -141,8 +141,8 @@ def test_ten_default_steps_give_the_promised_weights_and_a_hidden_tab_waits(open
 @pytest.mark.slow
 def test_a_reward_that_cannot_be_used_is_said_and_training_goes_on_with_another(open_lab):
     page = open_lab()
-    sources = {"throw new Error('no')": "no", "return 'x'": "a number", "return NaN": "a number"}
-    sources |= {"return Infinity": "a number", "return (": "The reward is no JavaScript"}
+    sources = {"throw new Error('no')": "no", "return 'x'": "give a finite number", "return NaN": "give a finite number"}
+    sources |= {"return Infinity": "give a finite number", "return (": "The reward is no JavaScript"}
     for source, words in sources.items():
         write_reward(page, source)
         page.click("#train")
@@ -177,7 +177,7 @@ def test_a_run_that_breaks_says_so_and_goes_on_with_other_settings_after_a_rewin
     page.fill("#setting-lr", "0.00005")
     page.click("#go-on") if page.locator("#go-on").is_visible() else page.click("#train")
     wait_for(page, "run.points.length === 6 && !run.until")
-    assert page.evaluate("lab.state().run.points.at(-1)['reward/format']") > 0.5
+    assert page.evaluate("lab.state().run.points.some(point => point['reward/correct'] > 0)")
 
 
 @pytest.mark.slow

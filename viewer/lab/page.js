@@ -59,6 +59,7 @@ function watch(late) {
 /** Training cannot go on: say why. */
 function fail(sentence) {
   watch(null);
+  if (run?.until && run.points.length) send({ type: "pause" });
   if (run) Object.assign(run, { until: 0, isOver: run.isOver || !run.points.length });
   say(sentence);
   refresh();
