@@ -67,8 +67,7 @@ function fail(sentence) {
 
 const HANDLERS = {
   step(message) {
-    run.points.length = message.step - 1;
-    run.points.push(message.metrics);
+    run.points[message.step - 1] = message.metrics;
     newest = message;
     if (byId("follow").checked) showGroups(message);
     for (const panel of panels) panel.update();
@@ -207,12 +206,8 @@ function refresh(seconds = null) {
   byId("one-step").disabled = until;
   for (const id of ["rewind", "rewind-step"]) byId(id).disabled = !step || until || isOver;
   byId("reset").disabled = !run;
-  if (!run) {
-    const settings = formed();
-    const isPlain = !settings || isSame(settings, DEFAULTS);
-    byId("progress").textContent = isPlain ? "A step takes about a second." : `To train: ${nameOf(settings)}.`;
-    return;
-  }
+  const next = `To train: ${nameOf(formed() ?? DEFAULTS)}. A step takes one to three seconds.`;
+  if (!run) return (byId("progress").textContent = next);
   const rows = settings.prompts_per_step * settings.group_size;
   const right = step && `${Math.round(points[step - 1]["reward/correct"] * rows)} of ${rows} answers right`;
   const parts = [`Run ${run.number}: ${run.name}`, `step ${step} of ${settings.steps}`, right];
