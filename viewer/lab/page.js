@@ -368,7 +368,7 @@ listen("question", "change", ({ target }) => {
 listen("follow", "change", ({ target }) => target.checked && newest && showGroups(newest));
 listen("ask-form", "submit", (event) => {
   event.preventDefault();
-  send({ type: "ask", question: byId("asked").value, temperature: 0 });
+  send({ type: "ask", question: byId("asked").value });
 });
 listen("skip", "click", (event) => {
   event.preventDefault(); // the part of the address behind # is for settings
