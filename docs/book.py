@@ -153,6 +153,15 @@ def run_report() -> str:
 
 
 @functools.cache  # a site that is served is built again and again
+def laboratory() -> str:
+    """The page in which the bundled policy learns; its links lead to pages of the book."""
+    sys.path.insert(0, str(ROOT))
+    from viewer.lab.build import render
+
+    return render(is_book=True)
+
+
+@functools.cache
 def options_page() -> str:
     """The page of all options; a program of its own imports the programs."""
     command = [sys.executable, "docs/options.py"]
@@ -201,6 +210,7 @@ def on_files(files: Files, config) -> Files:
             site.append(File(name, str(ROOT), config.site_dir, False, dest_uri=address))
     site.append(File.generated(config, "book/run.md", content=RUN_PAGE))
     site.append(File.generated(config, "book/report.html", content=run_report()))
+    site.append(File.generated(config, "lab.html", content=laboratory()))
     site.append(File.generated(config, "docs/options.md", content=options_page()))
     for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*.woff")):
         name = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
@@ -227,6 +237,8 @@ def on_serve(server, config, builder) -> None:
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """GitHub's Markdown becomes MkDocs': blank lines before lists, four spaces inside them, Markdown inside HTML."""
+    if page.file.src_uri == "docs/lab.md":
+        markdown = markdown.replace("\n\n", '\n\n<p><a href="../lab.html">Open the laboratory</a></p>\n\n', 1)
     if page.file.src_uri == "docs/papers.md":
         markdown = "\n".join(map(add_places, markdown.splitlines()))
     if isinstance(page.file, Shown) and not page.file.src_uri.endswith(".ipynb"):

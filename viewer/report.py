@@ -66,16 +66,16 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
     """
     import jinja2
 
-    script = "".join(_own_text(path) for path in sorted((HERE / "page").glob("*.js")))
-    css, uplot_css = _own_text(HERE / "page" / "report.css"), _own_text(HERE / "vendor" / "uPlot.min.css")
-    uplot_js = _own_text(HERE / "vendor" / "uPlot.iife.min.js")
-    rules = ["default-src 'none'", f"script-src {_hash(script)} {_hash(uplot_js)}"]
-    rules += [f"style-src {_hash(css)} {_hash(uplot_css)}", "img-src data:"]
+    script = "".join(own_text(path) for path in sorted((HERE / "page").glob("*.js")))
+    css, uplot_css = own_text(HERE / "page" / "report.css"), own_text(HERE / "vendor" / "uPlot.min.css")
+    uplot_js = own_text(HERE / "vendor" / "uPlot.iife.min.js")
+    rules = ["default-src 'none'", f"script-src {hash_of(script)} {hash_of(uplot_js)}"]
+    rules += [f"style-src {hash_of(css)} {hash_of(uplot_css)}", "img-src data:"]
     rules += ["connect-src 'self'"] if version is not None else []
     rules += ["base-uri 'none'", "form-action 'none'"]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
-    return environment.from_string(_own_text(HERE / "page" / "report.html.jinja")).render(
+    return environment.from_string(own_text(HERE / "page" / "report.html.jinja")).render(
         **{"css": css, "script": script, "uplot_css": uplot_css, "uplot_js": uplot_js, "csp": "; ".join(rules)},
         **{"version": version, "metrics_page": metrics_page, "run": run},
         experiment=experiment_of(run),
@@ -98,7 +98,7 @@ def _page_data(run: Run, kept: Kept) -> str:
     data = {
         "finished": run.is_finished,
         "metrics": _series(rows),
-        "panels": [_encode_panel(*curves) for curves in panels_of(rows)],
+        "panels": [encode_panel(*curves) for curves in panels_of(rows)],
         "titles": {"kl": _capitalised(heading("loss/kl")[1].title)},  # of measurements of tokens
         "tokenTexts": _token_texts(run.token_texts.rows, kept.token_ids),
         "steps": [
@@ -106,10 +106,16 @@ def _page_data(run: Run, kept: Kept) -> str:
             for step in sorted(kept.num_rows)
         ],
     }
+    return to_json(data)
+
+
+def to_json(data: dict) -> str:
+    """JSON without any `<`, `>` or `&`, which may be inside a script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
 
 
-def _encode_panel(panel: Panel, labels: dict[str, str]) -> dict:
+def encode_panel(panel: Panel, labels: dict[str, str]) -> dict:
+    """A panel as viewer/page/ reads it."""
     floor, ceiling = panel.axis
     about = panel.about or (f"{_capitalised(panel.unit)}." if panel.unit else "")
     entry = {"title": _capitalised(panel.title), "about": about, "floor": floor, "ceiling": ceiling}
@@ -219,9 +225,11 @@ def _token_texts(rows: list[dict], token_ids: set[int]) -> dict[str, list]:
     }
 
 
-def _own_text(path: Path) -> str:
+def own_text(path: Path) -> str:
+    """A file of this repository."""
     return path.read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def hash_of(text: str) -> str:
+    """The source of a script or style that a Content-Security-Policy allows."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

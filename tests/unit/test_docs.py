@@ -41,7 +41,13 @@ PAGES = sorted(
 )
 SOURCES = ("common", "fast", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*", *CHAPTERS)
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "imitation/tiny_policy/make_gsm8k_easy.py", "docs/notebooks/execute.py"}
+PLAIN_SCRIPTS = {
+    "viewer/lab/__main__.py",
+    "viewer/curve.py",
+    "imitation/tiny_policy/make_gsm8k_easy.py",
+    "docs/notebooks/execute.py",
+    "tests/lab_reference.py",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +138,9 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     found = re.findall(
         r"python (?:-m (viewer)\.(\w+)|((?:\w+/)+\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text
     )
-    return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
+    scripts = [file or f"{package}/{module}.py" for package, module, file, _ in found]
+    scripts = [name if (ROOT / name).is_file() else f"{name.removesuffix('.py')}/__main__.py" for name in scripts]
+    return [(name, shlex.split(arguments)) for name, (*_, arguments) in zip(scripts, found, strict=True)]
 
 
 @each_page

@@ -12,8 +12,8 @@ function color(name) {
 /** Pixels that an axis needs for its numbers, which are large where a run has gone wrong. */
 const axisWidth = (_, texts) => Math.max(46, 12 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
 
-/** Two points are no trend: they are drawn without a line between them. */
-const isSparse = ({ values }) => values.filter(isNumber).length < 3;
+/** Two points are no trend: they are drawn without a line between them, unless more of them will come. */
+const isSparse = ({ values, isLive }) => !isLive && values.filter(isNumber).length < 3;
 const hasDots = (curve) => isEvaluation(curve.key) || isSparse(curve);
 
 /** One panel: a figure with its curves, a legend with values, and a table of all of them. */
@@ -26,7 +26,7 @@ class Panel {
       tabindex: 0,
       role: "slider",
       "aria-label": `${title}: step`,
-      on: { keydown: (event) => this.onKey(event), focus: () => onPoint(this.index ?? allSteps.length - 1) },
+      on: { keydown: (event) => this.onKey(event), focus: () => onPoint(this.index ?? this.last) },
     });
     this.outputs = curves.map(() => element("output"));
     const entries = curves.map((curve, i) => {
@@ -41,6 +41,11 @@ class Panel {
     this.plot = new uPlot(this.options(), [allSteps, ...curves.map(({ values }) => values)], this.plotPlace);
     this.point(null);
     new ResizeObserver(() => this.resize()).observe(this.plotPlace);
+  }
+
+  /** The place in `allSteps` that is shown while the reader points at none. */
+  get last() {
+    return allSteps.length - 1;
   }
 
   colorOf(place) {
@@ -136,10 +141,11 @@ class Panel {
     const left = index === null ? -10 : this.plot.valToPos(allSteps[index], "x");
     this.plot.setCursor({ left, top: index === null ? -10 : 1 }, false);
     this.quiet = false;
-    const step = allSteps[index ?? allSteps.length - 1];
+    const { last } = this;
+    const step = allSteps[index ?? last];
     this.at.textContent = `${index === null ? "last: " : ""}step ${step}`;
     const texts = this.curves.map(({ values }) => {
-      const place = index ?? values.findLastIndex(isNumber);
+      const place = index ?? values.findLastIndex((value, i) => i <= last && isNumber(value));
       return short(values[place]) + (index === null && allSteps[place] !== step ? ` (step ${allSteps[place]})` : "");
     });
     this.outputs.forEach((output, i) => (output.textContent = texts[i]));
@@ -150,7 +156,7 @@ class Panel {
 
   onKey(event) {
     const last = allSteps.length - 1;
-    const now = this.index ?? last;
+    const now = this.index ?? this.last;
     const [before, after] = [now - 1, now + 1];
     const moves = { ArrowLeft: before, ArrowDown: before, ArrowRight: after, ArrowUp: after, Home: 0, End: last };
     Object.assign(moves, { PageUp: now + 10, PageDown: now - 10 });

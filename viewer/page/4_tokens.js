@@ -168,8 +168,10 @@ function numberTable({ numbers, i }) {
   const relative = (list) => (list ? sampled + difference(list[i], 0) : NaN); // written as a difference
   const old = row.old ? relative(row.old) : sampled;
   const title = (text) => (updates.length === 1 ? text : `${text}, all updates`);
+  const after = difference(row.after?.[i], 0);
   const ofSampler = [
     number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
+    isNumber(after) && number("after this step", "after", exact(after), `p = ${short(Math.exp(after))}`),
     number("old", "old", exact(old)),
   ];
   const facts = [
