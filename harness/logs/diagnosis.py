@@ -15,14 +15,18 @@ ALL_EQUAL = "all rewards of every group are equal"
 OVER_OPTIMISED = "the reward model is over-optimised"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
 OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
-MAX_STALE_DIFFERENCE = 1.0  # for an engine that deliberately samples with weights that are several steps old
+MAX_STALE_DIFFERENCE = 1.0  # for a sampler that deliberately has weights that are several steps old
 
 
 def sampling_limit(config: PolicyConfig) -> float:
     """How far they may differ in this run, which may sample with an engine."""
-    if getattr(config, "push_every", 1) > 1:
+    if getattr(config, "push_every", 1) > 1 or getattr(config, "lag", 0) > 0:
         return MAX_STALE_DIFFERENCE
-    is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
+    is_rounded = "bfloat16" in (
+        config.dtype,
+        getattr(config, "engine_dtype", None),
+        getattr(config, "sampler_dtype", None),
+    )
     is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
     has_engine = hasattr(config, "engine_url") or getattr(config, "engine", None) is not None
     is_cut = has_engine and config.top_p < 1  # an engine returns log-probs within the nucleus
