@@ -103,7 +103,7 @@ PANELS = (
           "p(token) of the trainer / p(token) of the sampler."),
     Panel("effective sample size of the importance weights", "policy/effective_sample_size",
           "As a share of the tokens: 1 if all weights are equal.", axis=SHARE),
-    Panel("staleness", "policy/staleness", "Steps by which the weights that drew a token are old, mean.", axis=POSITIVE),
+    Panel("staleness", "policy/staleness", "Age of the weights that drew a token, in steps, mean.", axis=POSITIVE),
     Panel("policy: masked", "policy/masked", "Share of tokens that the correction leaves out.", axis=POSITIVE),
     Panel("importance weight at its cap", "policy/importance_capped",
           "Share of tokens at --importance-cap.", axis=SHARE),
