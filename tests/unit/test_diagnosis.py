@@ -168,8 +168,8 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "collapsed and unlike": ([row | {"group/zero_reward_variance": 0.5} for row in COLLAPSED], None, ""),
     "KL": ([{"loss/kl": 0.1}] * 4 + [{"loss/kl": 5.1}], "KL", "has reached 1.1 nats"),
     "clipped": ([{"policy/clipped": 0.31}] * 5, "clip", "31% of the action tokens"),
-    "too old": ([STALE] * 5, "too old", "0.31 nats per token away from its samples (mean of five steps), whose weights are "
-                "4.0 steps old: try --correction dppo"),
+    "too old": ([STALE] * 5, "too old", "0.31 nats per token away from its samples (mean of five "
+                "steps), whose weights are 4.0 steps old: try --correction dppo"),
     "old": ([STALE | {"policy/sampling_log_prob_difference": 0.29}] * 9, None, ""),
     "few groups": ([{"sampling/groups_without_signal": 3, "sampling/groups": 64}], "few groups", "3 of the 16 groups"),
     "scaled": ([{"loss/grad_clipped": 1.0, "loss/grad_norm": 5.1}] * 20, "gradient", "from 5.1 to --max-grad-norm 1:"),
