@@ -18,7 +18,7 @@ OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
 MAX_STALE_DIFFERENCE = 1.0  # for a sampler that deliberately has weights that are several steps old
 
 
-MAX_STALE_GAP = 0.3  # nats, mean of five steps; runs that recovered have stayed below 0.2
+MAX_STALE_GAP = 0.4  # nats, mean of five steps; runs that recovered have stayed below 0.35
 
 
 def sampling_limit(config: PolicyConfig) -> float:

@@ -10,6 +10,8 @@ import torch
 from policies import load, read_plain
 from run_files import ROOT, rows_of
 
+from common.errors import UserError
+
 from harness.base.config import TINY_POLICY
 from harness.logs.statistics import UpdateStatistics
 
@@ -174,6 +176,12 @@ def test_a_sampler_gives_the_policy_back_as_it_was(train):
     exact = policy(torch.tensor([row.ids]), torch.tensor([row.action_mask[1:]])).log_probs[0].tolist()
     gap = max(abs(a - b) for a, b in zip(exact, row.sampler_log_probs[1:], strict=True))
     assert 1e-6 < gap < 0.2
+
+
+def test_a_sharded_launch_is_refused(train, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="without FSDP and DeepSpeed"):
+        train.LaggingSampler(SimpleNamespace(), lag=1)
 
 
 def test_the_ratio_is_never_to_a_sampler_that_is_another_policy(train, make_experience):
