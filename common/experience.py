@@ -43,6 +43,7 @@ class Experience:
     values: torch.Tensor | None = None  # (B, T-1) a critic's prediction of the return, before the token was sampled
     value_targets: torch.Tensor | None = None  # (B, T-1) what the critic learns to predict
     importance_weights: torch.Tensor | None = None  # (B, T-1) min(p_trainer / p_engine, cap), times the advantages
+    staleness: torch.Tensor | None = None  # (B, T-1) long; how many steps old the weights were that drew the token
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -135,6 +136,7 @@ class Experience:
             values=column,
             value_targets=column,
             importance_weights=column,
+            staleness=column,
         )
 
     def micro_batch_rows(self, micro_batch_size: int | MicroBatchSize) -> tuple[torch.Tensor, ...]:

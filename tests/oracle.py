@@ -17,6 +17,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_multiturn_qa": [("grpo", {})],
     "scale/engine": [("grpo", {})],
     "scale/mesh": [("grpo", {})],
+    "scale/asynchronous": [("grpo", {}), ("grpo", {"correction": "clip"})],  # the others: unit/test_asynchronous.py
     "policy_gradients/rloo": [("drgrpo", {})],
     "policy_gradients/maxrl": [("grpo", {})],
     "policy_gradients/dapo": [("dapo", {})],

@@ -27,7 +27,8 @@ MOST_POINTS = 2000  # lines of metrics.jsonl in a page, which is more than a scr
 SHOWN_FLAGS = (
     *("model", "task", "steps", "prompts_per_step", "group_size", "max_new_tokens", "lr", "kl_weight"),
     *("beta", "pairs_per_step", "epochs"),
-    *("epochs_per_step", "minibatch_size", "importance_cap", "steps_ahead", "push_every", "temperature", "seed"),
+    *("epochs_per_step", "minibatch_size", "lag", "correction", "importance_cap", "steps_ahead", "push_every"),
+    *("temperature", "seed"),
 )
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}  # json.dumps escapes all beyond ASCII
 

@@ -15,14 +15,21 @@ ALL_EQUAL = "all rewards of every group are equal"
 OVER_OPTIMISED = "the reward model is over-optimised"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
 OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
-MAX_STALE_DIFFERENCE = 1.0  # for an engine that deliberately samples with weights that are several steps old
+MAX_STALE_DIFFERENCE = 1.0  # for a sampler that deliberately has weights that are several steps old
+
+
+MAX_STALE_GAP = 0.4  # nats, mean of five steps; runs that recovered have stayed below 0.35
 
 
 def sampling_limit(config: PolicyConfig) -> float:
     """How far they may differ in this run, which may sample with an engine."""
-    if getattr(config, "push_every", 1) > 1:
+    if getattr(config, "push_every", 1) > 1 or getattr(config, "lag", 0) > 0:
         return MAX_STALE_DIFFERENCE
-    is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
+    is_rounded = "bfloat16" in (
+        config.dtype,
+        getattr(config, "engine_dtype", None),
+        getattr(config, "sampler_dtype", None),
+    )
     is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
     has_engine = hasattr(config, "engine_url") or getattr(config, "engine", None) is not None
     is_cut = has_engine and config.top_p < 1  # an engine returns log-probs within the nucleus
@@ -110,6 +117,12 @@ class Diagnosis:
                 f"sampling and training disagree about the policy: {what} (in {config.dtype} below {limit:g} is "
                 f"usual), so the gradient belongs to another policy: try {remedy}--attn-implementation eager; if "
                 "it stays, the sampler or a mask is wrong"
+            )
+        if "policy/staleness" in newest and (gap := self._mean("policy/sampling_log_prob_difference")) > MAX_STALE_GAP:
+            other = "--correction dppo (or clip, tis), or " if getattr(config, "correction", "none") == "none" else ""
+            found["the samples are too old"] = (
+                f"the policy has moved {gap:.2f} nats per token away from its samples (mean of five steps), whose "
+                f"weights are {self._mean('policy/staleness'):.1f} steps old: try {other}a lower --lag or --lr"
             )
         now, correct, alike = map(self._mean, ("policy/entropy", "reward/correct", "group/zero_reward_variance"))
         first = [entry["policy/entropy"] for entry in self._history[:5] if "policy/entropy" in entry]

@@ -12,6 +12,8 @@ from common.loss import masked_mean
 from common.parallel import data_size, gather, gather_rows
 from common.trajectory import Trajectory
 
+SQUARE = "policy/squared_importance_weight"
+
 
 class RowUpdate(NamedTuple):
     """The values of one row in one update of a step."""
@@ -47,8 +49,9 @@ class UpdateStatistics:
         Args:
             log_probs: (b, T-1) of its tokens under the policy of this update, with their gradient (`retain_grad`).
             terms: (b, T-1), each token's part of the update's loss; they add up to the loss.
-            diagnostics: (b, T-1) or (b, 1) each: `entropy`, and other values that the loss logs. Two names are known:
-                `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
+            diagnostics: (b, T-1) or (b, 1) each: `entropy`, and other values that the loss logs. Three names are known:
+                `ratio`, which is 1 before the first update, `kl`, which is 0 before the first step, and
+                `importance_weight`, of which `metrics` also gives the effective sample size.
         """
         mask = micro.action_mask.bool()
         if terms.shape != mask.shape:
@@ -66,6 +69,8 @@ class UpdateStatistics:
         if "ratio" in diagnostics:
             own.ratio_min = min(own.ratio_min, diagnostics["ratio"][mask].min().item())
             own.ratio_max = max(own.ratio_max, diagnostics["ratio"][mask].max().item())
+        if "importance_weight" in diagnostics:
+            own.add(mask, {SQUARE: diagnostics["importance_weight"].double() ** 2})
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
             if self._is_sampled:
@@ -100,6 +105,8 @@ class UpdateStatistics:
         for name in dict.fromkeys(name for own in ranks for name in own.sums):
             sums, counts = zip(*(own.sums.get(name, (0.0, 0)) for own in ranks), strict=True)
             metrics[name if "/" in name else f"policy/{name}"] = sum(sums) / sum(counts)
+        if SQUARE in metrics:  # Kish: (sum w)^2 / sum w^2, as a share of the tokens
+            metrics["policy/effective_sample_size"] = metrics["policy/importance_weight"] ** 2 / metrics.pop(SQUARE)
         if "policy/ratio" in metrics:
             metrics["policy/ratio_min"] = min(own.ratio_min for own in ranks)
             metrics["policy/ratio_max"] = max(own.ratio_max for own in ranks)

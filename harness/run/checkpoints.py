@@ -3,6 +3,7 @@
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      critic.safetensors the trained weights of its critic, if it has one
                      optimizer.pt       readable by `torch.load(weights_only=True)`
+                     kept.pt            likewise: what else later steps depend on, see `Run.restore`
                      checkpoint.json    the step, the number of processes, the size of every other file, and the lengths
                                         of the run's logs; a resumed run truncates its logs to them
 
@@ -28,7 +29,7 @@ from harness.base.ranks import has_lost_others, on_main
 from harness.base.terminal import printable, say
 from harness.models.saving import load_weights, save_base, save_merged, save_policy
 
-MANIFEST = "checkpoint.json"
+MANIFEST, KEPT = "checkpoint.json", "kept.pt"
 METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"
 TOKENS, DIAGNOSIS = "tokens.jsonl", "diagnosis.jsonl"
 LOGS = (METRICS, SAMPLES, BEFORE, TOKENS, DIAGNOSIS)  # in a run's directory
@@ -52,12 +53,13 @@ class Checkpoints:
     ):
         self._run, self._config, self._tell, self._accelerator = run, config, tell, accelerator
         self.best = _best_of(history, getattr(config, "keep_best", None))
+        self._kept = None  # with `state_dict` and `load_state_dict`
         # The results of the newest complete step, as long as nothing has changed them
         self._newest: tuple[int, Policy, torch.optim.Optimizer] | None = None
 
-    def restore(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+    def restore(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None, kept=None) -> None:
         """Read the checkpoint of a step, if it is not 0, into policy and optimizer, with the accelerator if given."""
-        self._accelerator = accelerator or self._accelerator
+        self._accelerator, self._kept = accelerator or self._accelerator, kept
         if step:
             self._read(self._run / "checkpoints" / f"step_{step}", policy, optimizer)
 
@@ -112,6 +114,8 @@ class Checkpoints:
             if self._accelerator is None:
                 save_policy(policy, partial)
                 on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
+                if self._kept is not None:
+                    on_main(lambda: torch.save(self._kept.state_dict(), partial / KEPT))
             else:
                 self._accelerator.save_state(str(partial))
                 gather(None)  # wait until all processes have written their part
@@ -150,6 +154,8 @@ class Checkpoints:
         if self._accelerator is None and states:
             load_weights(policy, path)
             optimizer.load_state_dict(torch.load(states[0], weights_only=True, map_location=policy.device))
+            if self._kept is not None:
+                self._kept.load_state_dict(torch.load(path / KEPT, weights_only=True, map_location=policy.device))
             return
         try:
             if self._accelerator is None:

@@ -78,7 +78,9 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
         return
     room = device_memory(config.device) if config.gpu_memory is None else config.gpu_memory * GB
     launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
-    needs_whole_weights = config.load_in or hasattr(config, "engine_url") or _has_8bit_moments(config)
+    needs_whole_weights = (
+        config.load_in or hasattr(config, "engine_url") or hasattr(config, "lag") or _has_8bit_moments(config)
+    )
     by_hand = hasattr(sys.modules[type(config).__module__], "DistributedDataParallel")
     if launches is LAUNCHES and (needs_whole_weights or by_hand):
         launches = ("multi_gpu",)  # the others would be refused
@@ -157,6 +159,8 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         held["reward model"] = judged * Shape(replace(config, model=config.reward_model)).parameters
     if getattr(config, "teacher", None) and config.teacher_url is None:
         held["teacher"] = arithmetic * Shape(replace(config, model=config.teacher)).parameters
+    if lag := getattr(config, "lag", 0):
+        held["weights of earlier steps"] = (lag + 1) * 4 * trained  # and the newest, while older ones sample
     phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}
     return held | phases | {"total": sum(held.values()) + max(phases.values())}
 

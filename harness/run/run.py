@@ -80,10 +80,13 @@ class Run:
         """The policy, wrapped so that `backward` averages its gradients over the processes, and its optimizer."""
         return self._processes.prepare(policy, optimizer)
 
-    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Read a resumed run's checkpoint into policy and optimizer; an `accelerator` reads and writes shards."""
+    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None, kept=None) -> None:
+        """Read a resumed run's checkpoint into policy and optimizer; an `accelerator` reads and writes shards.
+
+        `kept`: whatever else later steps depend on; its `state_dict` is in every checkpoint, and read back.
+        """
         self._rate.guide(optimizer)
-        self._checkpoints.restore(self.resumed_at, policy, optimizer, accelerator)
+        self._checkpoints.restore(self.resumed_at, policy, optimizer, accelerator, kept)
         self._log.know(policy)
 
     def steps(self, num_steps: int) -> Iterator[int]:

@@ -97,6 +97,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "imitation/distill": Row(),
     "scale/engine": Row("--engine-url URL"),
     "scale/mesh": Row("", "killed divided"),  # of several processes: see gloo/test_mesh.py
+    "scale/asynchronous": Row("--steps 4 --lag 2 --swap-every 4 --correction tis", quick="killed"),
 }
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -221,7 +222,10 @@ def together(server, tmp_path_factory) -> Callable[..., Path]:
             patch.chdir(place)
             write_files()
         program = [ROOT / "tests/gloo/as_on_gpus.py", __file__] if is_sharded else [__file__]
-        beside = [str(ROOT / folder) for folder in ("", "tests", "scale/mesh", "experiment_multiturn_qa")]
+        beside = [
+            str(ROOT / folder)
+            for folder in ("", "tests", "scale/mesh", "scale/asynchronous", "experiment_multiturn_qa")
+        ]
         environment = {"PYTHONPATH": os.pathsep.join(beside)} | (FSDP2 if is_sharded else {})
         before = server.calls["/collective_rpc"]
         launch(3 if way == "three" else 2, *program, place, server.url, *names, **environment)
@@ -348,7 +352,11 @@ def check_samples(directory: Path) -> None:
             assert row["return"] == pytest.approx(total, abs=1e-5)
         for update in row["updates"]:
             if update["epoch"] == update["minibatch"] == 0 and is_sampled:
-                assert update["log_probs"] == pytest.approx(row["sampler_log_probs"], abs=1e-4)
+                pairs = zip(update["log_probs"], row["sampler_log_probs"], strict=True)
+                is_new = [not age for age in update.get("staleness", [0] * len(mask))]
+                assert all(
+                    new == pytest.approx(own, abs=1e-4) for (new, own), now in zip(pairs, is_new, strict=True) if now
+                )
             for t in (t for t, bit in enumerate(mask) if bit):
                 ratio, kl = (None if of is None else of[t] - update["log_probs"][t] for of in (old, ref))
                 if "ratio" in update and "gspo" not in directory.parts:

@@ -38,6 +38,7 @@ FLAGS_OF = {
     "multiturn_tool_calling": {"max_new_tokens": 48},
     "multiturn_qa": {"max_new_tokens": 48},
     "engine": {"importance_cap": 0.9},
+    "asynchronous": {"lag": 1, "correction": "clip"},
     "dapo": {"reward_functions": None, "clip_eps_high": 0.05},
     "gspo": {"clip_eps": 0.01, "clip_eps_high": 0.02},
     "cispo": {"ratio_cap": 1.05},
@@ -216,7 +217,8 @@ class Replay:
     @torch.no_grad()
     def score_and_draw(self, step: int, row: dict) -> None:
         """A token is drawn if its part of [0, 1), where the probabilities lie end to end, has the keyed number."""
-        scores, seed, size = self.distribution(self.model, row), self.config["seed"], self.config["prompts_per_step"]
+        drawn_by = self.before["model"] if self.name == "asynchronous" else self.model  # of its two steps both
+        scores, seed, size = self.distribution(drawn_by, row), self.config["seed"], self.config["prompts_per_step"]
         row["old"] = scores[range(len(scores)), actions(row, "ids")].tolist()
         row["other"] = self.log_probs(self.other, row).tolist()
         row["values"] = self.values(row).tolist() if self.name == "ppo" else None

@@ -57,6 +57,7 @@ def make_experience() -> Callable[..., Experience]:
             prompt_index=torch.arange(rows),
             prompt_lengths=torch.ones(rows, dtype=torch.long),
             importance_weights=torch.ones(action_mask.shape),  # for samples of an engine
+            staleness=torch.zeros(action_mask.shape),  # for those of earlier weights
             **({"completion_index": torch.zeros(rows, dtype=torch.long)} | values),
         )
 

@@ -33,6 +33,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "entropy": ("the entropy has collapsed", "--kl-weight"),
     "KL": ("the KL to the policy at the start", "--kl-weight"),
     "clip": ("the clip has silenced", "--epochs-per-step"),
+    "too old": ("away from its samples", "--lag"),
     "few groups": ("have completions of equal rewards", "--max-rounds"),
     "gradient": ("was scaled down", "--max-grad-norm"),
     "flat": ("has not risen beyond noise", "--lr"),
@@ -139,9 +140,17 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 
 
 SETTINGS = SimpleNamespace(
-    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16, reward_weight=()
+    dtype="float32",
+    max_grad_norm=1.0,
+    max_new_tokens=5,
+    lr=5e-5,
+    max_rounds=4,
+    prompts_per_step=16,
+    reward_weight=(),
+    lag=4,
 )
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
+STALE = {"policy/sampling_log_prob_difference": 0.41, "policy/staleness": 4.0}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
 FIRST = {"step": 0, "eval/greedy/accuracy": 0.0, "eval/sampled/accuracy": 0.0}
@@ -159,6 +168,9 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "collapsed and unlike": ([row | {"group/zero_reward_variance": 0.5} for row in COLLAPSED], None, ""),
     "KL": ([{"loss/kl": 0.1}] * 4 + [{"loss/kl": 5.1}], "KL", "has reached 1.1 nats"),
     "clipped": ([{"policy/clipped": 0.31}] * 5, "clip", "31% of the action tokens"),
+    "too old": ([STALE] * 5, "too old", "0.41 nats per token away from its samples (mean of five "
+                "steps), whose weights are 4.0 steps old: try --correction dppo"),
+    "old": ([STALE | {"policy/sampling_log_prob_difference": 0.39}] * 9, None, ""),
     "few groups": ([{"sampling/groups_without_signal": 3, "sampling/groups": 64}], "few groups", "3 of the 16 groups"),
     "scaled": ([{"loss/grad_clipped": 1.0, "loss/grad_norm": 5.1}] * 20, "gradient", "from 5.1 to --max-grad-norm 1:"),
     "scaled a little": ([{"loss/grad_clipped": 1.0, "loss/grad_norm": 4.9}] * 25, None, ""),
@@ -206,6 +218,9 @@ REPORTS_OF_RESULTS = {
     "experiment_multiturn_qa/paid_calls_1": ["KL"],
     # without the search no answer can be right
     **{f"experiment_multiturn_qa/no_tool_seed{seed}": ["zero variance", "flat"] for seed in range(5)},
+    # samples of weights that are four steps old, uncorrected
+    **{f"asynchronous/{run}": ["too old"] for run in ("none_seed0", "swap8_seed0", "swap8_seed2")},
+    "asynchronous/none_seed2": ["too old", "cut off"],
     # an engine that keeps its initial weights
     **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
     "never_corrected_seed2": ["flat", "KL"],
