@@ -155,7 +155,6 @@ def run_report() -> str:
 @functools.cache  # a site that is served is built again and again
 def laboratory() -> str:
     """The page in which the bundled policy learns; its links lead to pages of the book."""
-    sys.path.insert(0, str(ROOT))
     from viewer.lab.build import render
 
     return render(is_book=True)

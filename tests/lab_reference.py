@@ -22,7 +22,7 @@ from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
 from common.loss import probability_ratio
 from viewer.lab.build import ALGORITHMS
-from viewer.lab.data import lab_data, worker_script
+from viewer.lab.contents import lab_data, worker_script
 
 IMPORTANCE_CAP = 2
 LARGE = 1e-4  # a gradient's size, by their root mean square, above which it is more than rounding

@@ -19,7 +19,7 @@ from common.chat import decode, encode_prompt
 from common.keyed import keyed_generator
 from tasks import arithmetic
 from viewer.groups import series
-from viewer.lab import data
+from viewer.lab import contents
 from viewer.lab.build import ALGORITHMS, CHECKSUM
 from viewer.results import read_runs
 
@@ -150,7 +150,7 @@ def test_ten_default_steps_are_those_of_the_published_run_and_have_the_promised_
     _, posted = in_node(tmp_path, "talk(given)", [("start", {"settings": {}}), ("run", {"until": 10})])
     assert [message["value"] for message in posted if message["type"] == "checksum"] == [CHECKSUM]
     steps = [message["metrics"] for message in posted if message["type"] == "step"]
-    published = read_runs(data.ROOT / "experiment_base" / "results")["seed0"]
+    published = read_runs(contents.ROOT / "experiment_base" / "results")["seed0"]
     for name, tolerance in (("reward/correct", 0.02), ("completion/length", 0.5), ("policy/entropy", 0.01)):
         values = [series(published, name)[step] for step in range(1, 11)]
         assert [step[name] for step in steps] == pytest.approx(values, abs=tolerance), name
@@ -187,7 +187,7 @@ def test_rewards_are_those_of_the_task(tmp_path):
 
 
 def test_texts_become_the_ids_of_the_tokenizer_and_back(tmp_path, tokenizer):
-    rows = [json.loads(line) for line in data.QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in contents.QUESTIONS.read_text(encoding="utf-8").splitlines()]
     asked = [row["question"] for row in rows[:300]] + [f"a{text}b<|im_end|>" for text in texts_of_tags(500)]
     draw = random.Random(1)
     ids = [[draw.randrange(1024) for _ in range(draw.randint(0, 12))] for _ in range(500)]
@@ -246,10 +246,10 @@ def test_a_reward_of_the_reader_must_be_a_number(tmp_path):
 @pytest.mark.skipif(not all(map(shutil.which, ("clang", "wasm-ld"))), reason="needs clang and lld")
 def test_the_kernels_are_compiled_from_their_source(tmp_path):
     version = subprocess.run(["clang", "--version"], capture_output=True, text=True).stdout
-    source = (data.HERE / "kernels.c").read_text(encoding="utf-8")
+    source = (contents.HERE / "kernels.c").read_text(encoding="utf-8")
     if (wanted := "clang version 14.0.6") not in version:
         pytest.skip(f"another compiler than {wanted} makes other bytes")
     command = source.split("//     clang ")[1].split("kernels.c\n")[0].replace("\\\n//", "").split()
-    command = ["clang", *command[: command.index("-o")], "-o", tmp_path / "kernels.wasm", data.HERE / "kernels.c"]
+    command = ["clang", *command[: command.index("-o")], "-o", tmp_path / "kernels.wasm", contents.HERE / "kernels.c"]
     subprocess.run(command, check=True)
-    assert (tmp_path / "kernels.wasm").read_bytes() == (data.HERE / "kernels.wasm").read_bytes()
+    assert (tmp_path / "kernels.wasm").read_bytes() == (contents.HERE / "kernels.wasm").read_bytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from viewer.bands import WINDOW
 from viewer.groups import series
-from viewer.lab.data import lab_data, worker_script
+from viewer.lab.contents import lab_data, worker_script
 from viewer.panels import heading
 from viewer.report import encode_panel, hash_of, own_text, to_json
 from viewer.results import read_runs
