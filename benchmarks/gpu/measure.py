@@ -82,6 +82,8 @@ class Bench:
 
     def note(self, name: str, **values: object) -> None:
         entry = {"part": self.part, "name": name} | values
+        if entry.get("status") in (0, "done") and "last" in entry:
+            entry["last"] = entry["last"][:100]  # a progress bar can be long
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str) + "\n")
         print(json.dumps(entry, default=str), flush=True)
@@ -110,7 +112,7 @@ class Bench:
                     status = "done" if is_enough else "late"
         found = {"seconds": round(time.monotonic() - start, 1), "status": status}
         text = log.read_text(encoding="utf-8", errors="replace").strip()
-        return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2][:100]}
+        return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2]}
 
     def train(
         self,
