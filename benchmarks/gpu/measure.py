@@ -61,6 +61,8 @@ DETERMINISTIC = (
 class Config:
     output: Path = Path("runs/gpu")  # directory of the results
     parts: tuple[str, ...] = ()  # which parts to run; none: all
+    only: tuple[str, ...] = ()  # of learn and sizes: what has one of these in its name; none: all
+    tokens: int = 256  # of each completion in sizes and trl
     minutes: float = 30.0  # of all parts together: what is left then is cut off, or left out
     cpu: bool = False  # on a CPU with small sizes: shows that every part works, and measures nothing
 
@@ -73,6 +75,7 @@ class Bench:
 
     def __init__(self, config: Config):
         self.cpu, self.output, self.part = config.cpu, config.output.resolve(), ""
+        self.only, self.tokens = config.only, 16 if config.cpu else config.tokens
         self.device = "cpu" if config.cpu else "cuda"
         self.end = time.monotonic() + 60 * config.minutes
         (self.output / "logs").mkdir(parents=True, exist_ok=True)
@@ -80,8 +83,13 @@ class Bench:
         lines = self.results.read_text(encoding="utf-8").splitlines() if self.results.exists() else []
         self.done = {entry["name"] for entry in map(json.loads, lines) if entry.get("status") in (0, "done")}
 
+    def is_wanted(self, name: str) -> bool:
+        return not self.only or any(part in name for part in self.only)
+
     def note(self, name: str, **values: object) -> None:
         entry = {"part": self.part, "name": name} | values
+        if entry.get("status") in (0, "done") and "last" in entry:
+            entry["last"] = entry["last"][:100]  # a progress bar can be long
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str) + "\n")
         print(json.dumps(entry, default=str), flush=True)
@@ -110,7 +118,7 @@ class Bench:
                     status = "done" if is_enough else "late"
         found = {"seconds": round(time.monotonic() - start, 1), "status": status}
         text = log.read_text(encoding="utf-8", errors="replace").strip()
-        return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2][:100]}
+        return found | {"last": text[-300:] if found["status"] not in (0, "done") else text.rpartition("\n")[2]}
 
     def train(
         self,
@@ -147,14 +155,19 @@ def tests(bench: Bench) -> None:
 
 def learn(bench: Bench) -> None:
     for experiment, (whole, first) in LEARN.items():
+        if not bench.is_wanted(experiment):
+            continue
         flags = f"{'--eval-prompts 8 ' + first if bench.cpu else whole} --checkpoint-every 0"
         found, steps, directory = bench.train("learn", experiment, flags, 150)
         if not steps:
             bench.note(experiment, **found)
             continue
-        with_cpu = f"{first} --eval-prompts 8 --checkpoint-every 0 --device cpu"
-        _, of_cpu, _ = bench.train("first_step_on_the_cpu", experiment, with_cpu, 120)
-        pairs = {name: (steps[0][name], of_cpu[0][name]) for name in FIRST_STEP if of_cpu and name in steps[0]}
+        of_devices = []
+        for device in (bench.device, "cpu"):  # not the whole run's first step: more pairs are shuffled in another order
+            flags = f"{first} --eval-prompts 8 --checkpoint-every 0 --device {device}"
+            of_devices.append(bench.train(f"first_step_on_{device}", experiment, flags, 120)[1])
+        here, of_cpu = (steps[0] if steps else {} for steps in of_devices)
+        pairs = {name: (here[name], of_cpu[name]) for name in FIRST_STEP if name in here.keys() & of_cpu.keys()}
         equal = {name: abs(a - b) <= TOLERANCE * max(1, abs(a), abs(b)) for name, (a, b) in pairs.items()}
         summary = directory / "summary.json"
         summary = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
@@ -187,18 +200,17 @@ def sizes(bench: Bench) -> None:
     """
     import torch
 
-    num_steps, length, rows = (2, 16, 2) if bench.cpu else (3, 256, 8)
+    num_steps, length, rows = 2 if bench.cpu else 3, bench.tokens, 2 if bench.cpu else 8
     for name, variants in SIZES.items():
-        model = make_model(bench, name)
         for variant, flags in variants.items():
             title = f"{name.rpartition('/')[2]}, {variant}"
-            if title in bench.done or (bench.cpu and variant == "flex"):  # it has no backward pass on a CPU
-                continue
+            if title in bench.done or not bench.is_wanted(title) or (bench.cpu and variant == "flex"):
+                continue  # FlexAttention has no backward pass on a CPU
+            model = make_model(bench, name)
             flags = ["--dtype", "bfloat16", *flags.split(), "--max-new-tokens", str(length), "--group-size", str(rows)]
             flags += ["--prompts-per-step", str(rows), "--micro-batch-size", str(2 * rows), "--eval-prompts", "1"]
-            estimated = _benchmark("model_memory").estimate(
-                model, (*flags, "--device", "cpu"), PROMPT, device=bench.device
-            )
+            as_here = (*flags, "--device", bench.device)
+            estimated = _benchmark("model_memory").estimate(model, as_here, PROMPT, device=bench.device)
             off = ["--eval-every", "0", "--checkpoint-every", "0", "--samples-every", "0", "--lr", "1e-9"]
             flags = ["--model", model, *flags, *off, "--steps", str(num_steps + 1)]
             found, steps, _ = bench.train(title.replace(" ", "_"), "experiment_base", flags, 150, num_steps)
@@ -217,8 +229,8 @@ def sizes(bench: Bench) -> None:
 def trl(bench: Bench) -> None:
     """Both with the same sizes, in bfloat16 over weights in float32."""
     model = make_model(bench, "Qwen/Qwen2.5-0.5B-Instruct")
-    length, rows = (16, 2) if bench.cpu else (256, 8)
-    job = {"policy": model, "device": bench.device, "prompts": rows, "group_size": rows, "max_new_tokens": length}
+    rows = 2 if bench.cpu else 8
+    job = {"policy": model, "device": bench.device, "prompts": rows, "group_size": rows, "max_new_tokens": bench.tokens}
     job |= {"micro_batch_size": 2 * rows, "steps": 4, "threads": 1}
     for repetition in range(2):
         for trainer in ("ours", "trl"):
@@ -250,11 +262,11 @@ def processes(bench: Bench) -> None:
     """One process by itself, by NCCL and under FSDP2: the same first steps."""
     flags = "--steps 2 --eval-prompts 8 --checkpoint-every 0"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
     launchers = {
         "alone": ("experiment_accelerate", [sys.executable]),
         "DDP": ("experiment_accelerate_ddp", torchrun),
-        "FSDP2": ("experiment_accelerate", [*launch, "recipes/accelerate_configs/fsdp2.yaml"]),
+        "FSDP2": ("experiment_accelerate", [*launch, "--config_file", "recipes/accelerate_configs/fsdp2.yaml"]),
     }
     for name, (experiment, launcher) in launchers.items():
         if not (bench.cpu and name == "FSDP2"):  # there Accelerate replaces it without a word
