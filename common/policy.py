@@ -82,6 +82,10 @@ class Policy(nn.Module):
         """The arithmetic of every forward pass, in sampling and in training alike."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)
 
+    def inference(self) -> torch.inference_mode | torch.no_grad:
+        """Without gradients: PyTorch's inference mode, but not with autocast: there it casts all weights each time."""
+        return torch.no_grad() if self.compute_dtype == torch.bfloat16 else torch.inference_mode()
+
     def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> PolicyOutput:
         """Log-probs and entropy of the tokens of `sequences` where `action_mask` is 1.
 

@@ -141,8 +141,8 @@ def _continue_batches(
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    # Weights that are gathered in inference mode could no longer be trained, so gather them before it.
-    with gathered_weights(policy), torch.inference_mode():
+    # Weights that are gathered in PyTorch's inference mode could no longer be trained, so gather them before it.
+    with gathered_weights(policy), policy.inference():
         for batch in batches:
             rows, budgets = [], []
             for row in batch:

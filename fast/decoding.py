@@ -1,7 +1,7 @@
 """One decoding step of a Llama-like model, without the layers of Python around its operations.
 
 A step of a small model is so short that transformers' own bookkeeping takes as long as the arithmetic. Here the same
-operations run on the same weights, in the same order: the logits are equal bit for bit.
+operations run on the same weights, in the same order: the logits are equal bit for bit (on a GPU, up to rounding).
 
 Shapes: b rows, H hidden size, h query heads and k key-value heads of size d, L tokens in the cache.
 """
@@ -104,8 +104,9 @@ def _norm(norm: nn.Module) -> Function:
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether the operations are those that `decoding_step` knows, in float32 on a CPU, with no hook."""
-    if type(model).__name__ not in MODELS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    """Whether the operations are those that `decoding_step` knows, in float32 on a CPU or with CUDA, with no hook."""
+    device = model.device.type
+    if type(model).__name__ not in MODELS or device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
         return False
     config = model.config
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]

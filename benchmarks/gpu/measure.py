@@ -226,6 +226,38 @@ def sizes(bench: Bench) -> None:
         bench.note("card", bytes=torch.cuda.get_device_properties(0).total_memory)
 
 
+def decoding(bench: Bench) -> None:
+    """Milliseconds to sample one token of each row, and how much of it the device has work to do."""
+    from torch.profiler import ProfilerActivity, profile
+
+    import fast.decoding
+    from common.sampling import sample
+
+    from harness.base.config import RunConfig
+    from harness.models.loading import load_policy
+
+    model, known = make_model(bench, "Qwen/Qwen2.5-0.5B-Instruct"), fast.decoding.decoding_step
+    prompts, group_size = [list(range(100 + n, 228 + n)) for n in range(8)], 2 if bench.cpu else 8
+
+    def run(policy, num_tokens: int) -> float:
+        start = time.perf_counter()
+        sample(policy, prompts, group_size, max_new_tokens=num_tokens, key=(0, 1))  # ends with its tokens on the CPU
+        return time.perf_counter() - start
+
+    for dtype in ("bfloat16", "float32"):
+        policy = load_policy(RunConfig(model=model, device=bench.device, dtype=dtype, attn_implementation="sdpa"))
+        for name, step in (("transformers", lambda *_: None), ("decoding_step", known)):
+            fast.decoding.decoding_step = step
+            run(policy, 4)  # chooses kernels
+            milliseconds = 1000 * (run(policy, 2 + bench.tokens // 4) - run(policy, 2)) / (bench.tokens // 4)
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+                traced = run(policy, 8)
+            events = [event for event in trace.key_averages() if event.self_device_time_total]
+            busy = sum(event.self_device_time_total for event in events if event.device_type.name == "CUDA") / 1e6
+            rows = {"rows": len(prompts) * group_size, "milliseconds_per_token": round(milliseconds, 2)}
+            bench.note(f"{dtype}, {name}", **rows, device_busy=round(busy / traced, 3))
+
+
 def trl(bench: Bench) -> None:
     """Both with the same sizes, in bfloat16 over weights in float32."""
     model = make_model(bench, "Qwen/Qwen2.5-0.5B-Instruct")
@@ -287,7 +319,7 @@ def resume(bench: Bench) -> None:
     bench.note("bit for bit", is_equal=weights[0] == weights[2], has_trained=weights[0] != weights[1], weights=weights)
 
 
-PARTS = {part.__name__: part for part in (tests, learn, sizes, trl, smollm2, processes, resume)}
+PARTS = {part.__name__: part for part in (tests, learn, sizes, decoding, trl, smollm2, processes, resume)}
 
 
 def _benchmark(name: str):

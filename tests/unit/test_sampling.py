@@ -3,11 +3,13 @@
 Keeping the cache of rows from turn to turn changes nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.experience import collate
 from common.policy import Policy
@@ -244,6 +246,24 @@ def test_a_decoding_step_is_the_model_bit_for_bit(monkeypatch, name):
     assert (len(calls) == len(batches)) == is_known  # the prompts are run by the model itself
     monkeypatch.setattr("fast.decoding.decoding_step", lambda *_: None)
     assert [sample(policy, prompts, 3, max_new_tokens=20, key=(0, 0)) for prompts in batches] == rows
+
+
+def test_autocast_casts_each_weight_once_for_all_tokens(make_policy):
+    """In PyTorch's inference mode it keeps no casts: every decoding step would cast all weights again."""
+    policy = make_policy(VOCAB, compute_dtype=torch.bfloat16)
+    weights = {weight.data_ptr() for weight in policy.parameters()}
+    cast = Counter()
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in weights:
+                cast[args[0].data_ptr()] += 1
+            return function(*args, **kwargs or {})
+
+    with Casts():
+        (row,) = sample(policy, PROMPTS[:1], 1, max_new_tokens=20, key=(0, 1))
+    assert len(row.completion_ids) > 2
+    assert set(cast.values()) == {1}
 
 
 @pytest.mark.parametrize(("num_parts", "generation_batch_size"), [(3, None), (3, 6), (5, 12)])
