@@ -8,9 +8,11 @@ A completion that takes long sees several versions of the weights, if the system
 tokens are drawn with the oldest weights, the next ones with those of one step later, up to the newest.
 """
 
+import importlib.util
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +21,24 @@ from common.policy import Policy
 from common.sampling import begin_rows, continue_rows, sample
 from common.trajectory import Trajectory
 
-from harness.base.config import DTYPES
+from harness.base.config import DTYPES, RunConfig
 from harness.processes.processes import requested_launch
+from harness.run.run import Run
+from harness.task.task import Task
+
+if TYPE_CHECKING:
+    from ray_samplers import RaySamplers
+
+
+def make_sampler(config: RunConfig, run: Run, task: Task, policy: Policy) -> "LaggingSampler | RaySamplers":
+    """What samples: this process with a lag, or the processes of --samplers."""
+    if not config.samplers:
+        return LaggingSampler(policy, config.lag, config.swap_every, config.sampler_dtype)
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('--samplers needs Ray: pip install -e ".[ray]"')
+    from ray_samplers import RaySamplers
+
+    return RaySamplers(config, run, task, policy)
 
 
 class LaggingSampler:
@@ -42,7 +60,7 @@ class LaggingSampler:
 
     def keep(self) -> None:
         """Keep the policy's weights, before an update."""
-        self._earlier.append([weight.detach().clone() for weight in self._trained()])
+        self._earlier.append([weight.detach().clone() for weight in trained(self._policy)])
 
     def sample(
         self,
@@ -84,25 +102,27 @@ class LaggingSampler:
     def load_state_dict(self, state: dict[str, list]) -> None:
         self._earlier.extend(state["earlier_weights"])
 
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [weight for weight in self._policy.parameters() if weight.requires_grad]
-
     @contextmanager
     def _weights_of(self, age: int) -> Iterator[None]:
         """Inside this context the policy has the weights of `age` steps ago, and the sampler's arithmetic."""
         policy, dtype = self._policy, self._policy.compute_dtype
-        newest = [weight.detach().clone() for weight in self._trained()] if age else []
+        newest = [weight.detach().clone() for weight in trained(policy)] if age else []
         try:
             policy.compute_dtype = self._dtype
             if age:
-                self._load(self._earlier[-age])
+                load_trained(policy, self._earlier[-age])
             yield
         finally:  # also if Ctrl-C ends the sampling
             policy.compute_dtype = dtype
             if age:
-                self._load(newest)
+                load_trained(policy, newest)
 
-    @torch.no_grad()
-    def _load(self, weights: list[torch.Tensor]) -> None:
-        for weight, value in zip(self._trained(), weights, strict=True):
-            weight.copy_(value)
+
+def trained(policy: Policy) -> list[torch.nn.Parameter]:
+    return [weight for weight in policy.parameters() if weight.requires_grad]
+
+
+@torch.no_grad()
+def load_trained(policy: Policy, weights: Sequence[torch.Tensor]) -> None:
+    for weight, value in zip(trained(policy), weights, strict=True):
+        weight.copy_(value)

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from lagging_sampler import LaggingSampler
+from lagging_sampler import make_sampler
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
@@ -67,6 +67,8 @@ class Config(RunConfig):
     delta: Positive = 0.2  # dppo: in probability; sequence_mask: in nats per token
     swap_every: Count | None = None  # tokens after which a completion goes on with the next weights; None: never
     sampler_dtype: Literal["float32", "bfloat16"] | None = None  # the sampler's arithmetic; None: as --dtype
+    samplers: CountOrZero = 0  # processes that sample while this one trains, with Ray; 0: it does both, with --lag
+    max_staleness: CountOrZero = 1  # with --samplers: updates that the weights of a sample may be behind, at most
     steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
@@ -104,7 +106,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = run.prepare(policy, optimizer)  # one process: unchanged; several: gradients are averaged
-    sampler = LaggingSampler(policy, config.lag, config.swap_every, config.sampler_dtype)
+    sampler = make_sampler(config, run, task, policy)
     run.restore(policy, optimizer, kept=sampler)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -172,7 +174,8 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
         return experience.sampler_log_probs
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
-    if policy.compute_dtype == torch.float32 and not config.lag and config.sampler_dtype in (None, "float32"):
+    has_lag = config.lag or config.samplers
+    if policy.compute_dtype == torch.float32 and not has_lag and config.sampler_dtype in (None, "float32"):
         return experience.sampler_log_probs
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
