@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from lagging_sampler import make_sampler
+from lagging_sampler import LaggingSampler, make_sampler
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
