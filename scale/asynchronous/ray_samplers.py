@@ -33,7 +33,7 @@ from common.sampling import begin_rows, continue_rows, in_groups
 from common.trajectory import Trajectory
 
 from harness.base.config import DTYPES, RunConfig
-from harness.data.order import prompts_of_step
+from harness.data.order import num_steps, prompts_of_step
 from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.task.task import Task
@@ -110,10 +110,12 @@ class RaySamplers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a report to Ray's makers, otherwise
         here = {"num_cpus": config.samplers, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
         ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else here))
-        actor = ray.remote(
-            num_cpus=1, num_gpus=int(config.device == "cuda"), max_restarts=-1, max_task_retries=-1,
-            concurrency_groups={"weights": 1},
-        )(SamplerProcess)  # fmt: skip
+        needs = {"num_cpus": 1, "num_gpus": int(config.device == "cuda")}
+        for kind, need in zip(("CPU", "GPU"), needs.values(), strict=True):
+            if config.samplers * need > (there := ray.cluster_resources().get(kind, 0)):
+                raise UserError(f"--samplers {config.samplers}: Ray has {there:.0f} {kind}s, one is for each sampler")
+        again = {"max_restarts": -1, "max_task_retries": -1}  # a sampler that has died; what it was asked
+        actor = ray.remote(**needs, **again, concurrency_groups={"weights": 1})(SamplerProcess)
         settings = RunConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)})
         arguments = settings, config.temperature, config.swap_every, config.sampler_dtype
         self._samplers = [actor.remote(*arguments) for _ in range(config.samplers)]
@@ -125,7 +127,8 @@ class RaySamplers:
         version, weights = step - 1, ray.put([weight.detach().cpu() for weight in trained(self._policy)])
         for sampler in self._samplers:
             sampler.take.remote(version, weights)
-        for later in range(step, min(step + config.max_staleness, config.steps) + 1):
+        last = num_steps(config, len(self._task.train_rows))
+        for later in range(step, min(step + config.max_staleness, last) + 1):
             if later not in self._asked:
                 self._ask(later, version, weights)
         parts = []
