@@ -112,10 +112,11 @@ def plot(runs: list[dict], path: Path) -> None:
                 height, lane["end"] - lane["start"], left=lane["start"] - begin, height=0.8,
                 color=f"C{step % 2}", edgecolor="white",
             )  # fmt: skip
-            axis.text((lane["start"] + lane["end"]) / 2 - begin, height, step, ha="center", va="center", color="white")
+            middle = (lane["start"] + lane["end"]) / 2 - begin
+            axis.text(middle, height, step, ha="center", va="center", color="white", size=8)
         axis.set_yticks([0, 1], ["sampler", "trainer"])
         axis.set_title(run["way"], loc="left", fontsize=10)
-        axis.set_xlim(0, 9)
+        axis.margins(x=0.01)
     axes[-1].set_xlabel("seconds; numbers: the step whose questions are answered, or trained on")
     figure.savefig(path, dpi=110)
 

@@ -109,11 +109,15 @@ class RaySamplers:
         run.contexts.callback(ray.shutdown)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a report to Ray's makers, otherwise
         here = {"num_cpus": config.samplers, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
-        ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else here))
+        there = os.environ.get("RAY_ADDRESS")
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False, **({} if there else here))
+        except ConnectionError as error:
+            raise UserError(f"no connection to the Ray cluster of RAY_ADDRESS={there}: {error}") from error
         needs = {"num_cpus": 1, "num_gpus": int(config.device == "cuda")}
         for kind, need in zip(("CPU", "GPU"), needs.values(), strict=True):
-            if config.samplers * need > (there := ray.cluster_resources().get(kind, 0)):
-                raise UserError(f"--samplers {config.samplers}: Ray has {there:.0f} {kind}s, one is for each sampler")
+            if config.samplers * need > (found := ray.cluster_resources().get(kind, 0)):
+                raise UserError(f"--samplers {config.samplers}: Ray has {found:.0f} {kind}s, one is for each sampler")
         again = {"max_restarts": -1, "max_task_retries": -1}  # a sampler that has died; what it was asked
         actor = ray.remote(**needs, **again, concurrency_groups={"weights": 1})(SamplerProcess)
         settings = RunConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)})
