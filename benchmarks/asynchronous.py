@@ -105,7 +105,7 @@ def train(setting: Setting, modules: dict[str, ModuleType]) -> dict:
     else:
         flags |= {"epochs-per-step": 1, "minibatch-size": 128}
         changes = {"sample": late(setting.lag), "old_log_probs": lambda *args: args[-1].sampler_log_probs}
-    with tempfile.TemporaryDirectory() as folder, patch.multiple(module, **changes):
+    with tempfile.TemporaryDirectory() as folder, patch.dict(vars(module), changes):
         flags |= {"runs-dir": folder, "name": "run"}
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             module.main([word for flag, value in flags.items() for word in (f"--{flag}", str(value))])
