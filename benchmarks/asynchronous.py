@@ -27,6 +27,8 @@ from unittest.mock import patch
 import tyro
 
 from viewer.results import read_runs
+from viewer.runs import rolling_means
+from viewer.save_figure import save_figure
 
 from harness.base.machine import describe_machine
 from harness.base.places import train_file
@@ -38,8 +40,10 @@ FOLDER = ROOT / "scale" / "asynchronous"
 LAGS, LR = (0, 1, 2, 4, 8, 16), 2e-4
 GRID_LAGS, RATES = (1, 4, 8, 16), (2e-4, 4e-4, 1e-4, 5e-5)
 CORRECTIONS = ("none", "decoupled", "tis", "icepop", "clip", "dppo", "sequence_mask")
+NAMES = {"none": "no correction", "sequence_mask": "sequence mask"}  # in the figure
 ALGORITHMS = {"drgrpo": "Dr. GRPO", "rloo": "RLOO", "maxrl": "MaxRL", "gspo": "GSPO", "cispo": "CISPO", "dapo": "DAPO"}
 FLAGS = {"steps": 40, "kl-weight": 0, "eval-prompts": 1, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
+COLORS = {False: "#0072b2", True: "#d55e00"}  # runs that learn, and runs that collapse
 LAST = 5  # steps: the final accuracy is their mean
 
 
@@ -74,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(*setting, final(row), flush=True)
+    rows = read_rows()
+    draw_lags(rows)
+    draw_grid(rows)
+    print(f"{lag_table(rows)}\n\n{algorithm_table(rows)}")
 
 
 def wanted(config: Config) -> list[Setting]:
@@ -153,6 +161,88 @@ def read_rows() -> Rows:
 
 def final(row: dict) -> float:
     return mean(row["correct"][-LAST:])
+
+
+def has_collapsed(row: dict) -> bool:
+    """Whether the accuracy, a mean of LAST steps, ends more than 0.2 below its highest value."""
+    return final(row) < max(rolling_means(row["correct"], LAST)[LAST - 1 :]) - 0.2
+
+
+def runs_of(rows: Rows, algorithm: str, correction: str, lag: int, lr: float, num_seeds: int = 3) -> list[dict]:
+    settings = (Setting(algorithm, correction, lag, lr, seed) for seed in range(num_seeds))
+    return [rows[setting] for setting in settings if setting in rows]
+
+
+def draw_lags(rows: Rows) -> None:
+    """A panel for each lag, with a line for each seed: the accuracy of each step."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # works without a display
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(2, 3, figsize=(5.6, 3.8), sharex=True, sharey=True)
+    for lag, axes in zip(LAGS, places.flat, strict=True):
+        runs = runs_of(rows, "base", "none", lag, LR, 5)
+        for run in runs:
+            axes.plot(range(1, 41), run["correct"], color=COLORS[has_collapsed(run)], linewidth=1.1, alpha=0.85)
+        axes.set_title(f"lag {lag}: {sum(map(has_collapsed, runs))} of {len(runs)} collapse", fontsize=9.5)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    places[0, 0].set_ylim(0, 1)
+    figure.supylabel("accuracy of the samples", fontsize=9)
+    figure.supxlabel("step", fontsize=9)
+    figure.tight_layout(pad=0.5)
+    save_figure(figure, PICTURE, dpi=160)
+
+
+def draw_grid(rows: Rows) -> None:
+    """A panel for each correction, lags by learning rates: the mean final accuracy; and one for lag 0."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # works without a display
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(4, 2, figsize=(5.6, 7), sharey=True)
+    rates = sorted(RATES)
+    for correction, axes in zip([*CORRECTIONS, None], places.flat, strict=True):
+        lags = GRID_LAGS if correction else (0,)
+        cells = [[runs_of(rows, "base", correction or "none", lag, lr) for lag in lags] for lr in rates]
+        values = [[mean(map(final, runs)) if runs else float("nan") for runs in row] for row in cells]
+        axes.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                text = f"{value:.2f}" if value == value else ""  # no run yet
+                axes.text(x, y, text, ha="center", va="center", fontsize=10, color="w" if value < 0.6 else "k")
+        axes.set_xticks(range(len(lags)), [f"lag {lag}" for lag in lags], fontsize=9)
+        axes.set_yticks(range(len(rates)), [f"{lr:.0e}".replace("e-0", "e-") for lr in rates], fontsize=9)
+        axes.set_title(NAMES.get(correction, correction) if correction else "for comparison: on-policy", fontsize=10)
+        axes.tick_params(length=0)
+    figure.supylabel("learning rate", fontsize=10)
+    figure.tight_layout(pad=0.5)
+    save_figure(figure, GRID, dpi=160)
+
+
+def lag_table(rows: Rows) -> str:
+    lines = ["| lag | final accuracy, each seed | mean | collapsed |", "|---|---|---|---|"]
+    for lag in LAGS:
+        if runs := runs_of(rows, "base", "none", lag, LR, 5):
+            values = [final(run) for run in runs]
+            numbers = ", ".join(f"{value:.2f}" for value in values)
+            lines += [f"| {lag} | {numbers} | {mean(values):.2f} | {sum(map(has_collapsed, runs))} of {len(runs)} |"]
+    return "\n".join(lines)
+
+
+def algorithm_table(rows: Rows) -> str:
+    """Final accuracies at lag 0 and 4; the ratio of GRPO is to the sampler with the correction `clip`."""
+    lines = ["| ratio to the sampler | lag 0 | lag 4 | collapsed at lag 4 |", "|---|---|---|---|"]
+    for name, label in ({"base": "GRPO"} | ALGORITHMS).items():
+        both = [
+            runs_of(rows, name, "sampler" if name != "base" else "clip" if lag else "none", lag, LR) for lag in (0, 4)
+        ]
+        if all(both):
+            cells = [", ".join(f"{final(run):.2f}" for run in runs) for runs in both]
+            lines += [f"| {label} | {cells[0]} | {cells[1]} | {sum(map(has_collapsed, both[1]))} of {len(both[1])} |"]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
