@@ -40,7 +40,7 @@ FOLDER = ROOT / "scale" / "asynchronous"
 LAGS, LR = (0, 1, 2, 4, 8, 16), 2e-4
 GRID_LAGS, RATES = (1, 4, 8, 16), (2e-4, 4e-4, 1e-4, 5e-5)
 CORRECTIONS = ("none", "decoupled", "tis", "icepop", "clip", "dppo", "sequence_mask")
-NAMES = {"none": "no correction", "sequence_mask": "sequence mask"}  # in the figure
+NAMES = {"none": "no correction", "sequence_mask": "sequence mask", None: "on-policy"}  # in the figure
 ALGORITHMS = {"drgrpo": "Dr. GRPO", "rloo": "RLOO", "maxrl": "MaxRL", "gspo": "GSPO", "cispo": "CISPO", "dapo": "DAPO"}
 FLAGS = {"steps": 40, "kl-weight": 0, "eval-prompts": 1, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
 COLORS = {False: "#0072b2", True: "#d55e00"}  # runs that learn, and runs that collapse
@@ -79,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 file.write(json.dumps(row) + "\n")
             print(*setting, final(row), flush=True)
     rows = read_rows()
-    draw_lags(rows)
-    draw_grid(rows)
+    draw(rows)
     print(f"{lag_table(rows)}\n\n{algorithm_table(rows)}")
 
 
@@ -132,15 +131,15 @@ def late(lag: int):
     """In place of `sample` in a train.py: it samples with the weights that the policy had `lag` steps ago."""
     from lagging_sampler import LaggingSampler
 
-    samplers = {}
+    sampler, newest = None, 0
 
     def sample(policy, *arguments, key, **settings):
-        if not samplers:
-            samplers["last"], samplers["it"] = None, LaggingSampler(policy, lag + 1)
-        if key[1] != samplers["last"]:  # a step can sample several times
-            samplers["it"].keep()  # so the newest of the kept weights are those of now
-            samplers["last"] = key[1]
-        return samplers["it"].sample(*arguments, key=key, **settings)
+        nonlocal sampler, newest
+        sampler, step = sampler or LaggingSampler(policy, lag + 1), key[1]
+        if step > newest:  # a step can sample several times
+            sampler.keep()  # so the newest of the kept weights are those of now
+            newest = step
+        return sampler.sample(*arguments, key=key, **settings)
 
     return sample
 
@@ -173,8 +172,8 @@ def runs_of(rows: Rows, algorithm: str, correction: str, lag: int, lr: float, nu
     return [rows[setting] for setting in settings if setting in rows]
 
 
-def draw_lags(rows: Rows) -> None:
-    """A panel for each lag, with a line for each seed: the accuracy of each step."""
+def draw(rows: Rows) -> None:
+    """A panel for each lag, with a line for each seed; and one for each correction, lags by learning rates."""
     import matplotlib
 
     matplotlib.use("Agg")  # works without a display
@@ -194,14 +193,6 @@ def draw_lags(rows: Rows) -> None:
     figure.tight_layout(pad=0.5)
     save_figure(figure, PICTURE, dpi=160)
 
-
-def draw_grid(rows: Rows) -> None:
-    """A panel for each correction, lags by learning rates: the mean final accuracy; and one for lag 0."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # works without a display
-    import matplotlib.pyplot as plt
-
     figure, places = plt.subplots(4, 2, figsize=(5.6, 7), sharey=True)
     rates = sorted(RATES)
     for correction, axes in zip([*CORRECTIONS, None], places.flat, strict=True):
@@ -215,7 +206,7 @@ def draw_grid(rows: Rows) -> None:
                 axes.text(x, y, text, ha="center", va="center", fontsize=10, color="w" if value < 0.6 else "k")
         axes.set_xticks(range(len(lags)), [f"lag {lag}" for lag in lags], fontsize=9)
         axes.set_yticks(range(len(rates)), [f"{lr:.0e}".replace("e-0", "e-") for lr in rates], fontsize=9)
-        axes.set_title(NAMES.get(correction, correction) if correction else "for comparison: on-policy", fontsize=10)
+        axes.set_title(NAMES.get(correction, correction), fontsize=10)
         axes.tick_params(length=0)
     figure.supylabel("learning rate", fontsize=10)
     figure.tight_layout(pad=0.5)
