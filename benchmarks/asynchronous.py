@@ -193,8 +193,8 @@ def draw(rows: Rows) -> None:
     figure.tight_layout(pad=0.5)
     save_figure(figure, PICTURE, dpi=160)
 
-    figure, places = plt.subplots(4, 2, figsize=(5.6, 7), sharey=True)
-    rates = sorted(RATES)
+    rates = sorted({setting.lr for setting in rows} & {*RATES})
+    figure, places = plt.subplots(4, 2, figsize=(5.6, 2.8 + 1.05 * len(rates)), sharey=True)
     for correction, axes in zip([*CORRECTIONS, None], places.flat, strict=True):
         lags = GRID_LAGS if correction else (0,)
         cells = [[runs_of(rows, "base", correction or "none", lag, lr) for lag in lags] for lr in rates]
