@@ -213,3 +213,21 @@ def test_the_effective_sample_size_is_the_share_of_tokens_of_equal_weight_with_t
     assert metrics["policy/importance_weight"] == 2
     assert metrics["policy/effective_sample_size"] == pytest.approx(6**2 / 18 / 3)
     assert not any("squared" in name for name in metrics)
+
+
+def test_the_benchmark_samples_late_in_any_experiment(train, load_script, tmp_path, monkeypatch):
+    """Also where a step samples several times."""
+    benchmark, base = load_script("benchmarks/asynchronous.py"), load_script("experiment_base/train.py")
+    command = (
+        "--steps 4 --prompts-per-step 2 --group-size 2 --max-new-tokens 14 --lr 3e-4 --kl-weight 0 --eval-prompts 1"
+    )
+    command = f"{command} --runs-dir {tmp_path} --name x".split()
+    train.main([*command, "--lag", "2"])
+    late = benchmark.late(2)
+    monkeypatch.setattr(base, "sample", lambda *arguments, **settings: [late(*arguments, **settings) for _ in "ab"][1])
+    base.main(command)
+    drawn = [
+        [(row["ids"], row["sampler_log_probs"]) for row in rows_of(tmp_path / name / "x", "samples")]
+        for name in ("asynchronous", "experiment_base")
+    ]
+    assert drawn[0] == drawn[1]

@@ -228,6 +228,12 @@ def test_the_tables_of_takeaways_match_their_data(load_script):
     assert [name for name, table in tables.items() if table not in page] == []
 
 
+def test_the_tables_of_asynchronous_samples_match_their_data(load_script):
+    benchmark, page = load_script("benchmarks/asynchronous.py"), (ROOT / "docs" / "asynchronous.md").read_text("utf-8")
+    rows = benchmark.read_rows()
+    assert benchmark.lag_table(rows) in page
+
+
 # The page of traps ----------------------------------------------------------------------------------------------------
 
 GROUP_SIZE = 8
