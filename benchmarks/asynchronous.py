@@ -69,11 +69,11 @@ Rows = dict[Setting, dict]  # of each run: the accuracy of every step, and more
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    sys.path.insert(0, str(FOLDER))  # for lagging_sampler
-    machine, modules = describe_machine(), {}  # now: the results change the checkout
+    load("lagging_sampler", "scale/asynchronous/lagging_sampler.py")  # which train.py imports
+    machine = describe_machine()  # now: the results change the checkout
     for setting in [] if config.draw_only else wanted(config):
         if setting not in read_rows():
-            row = setting._asdict() | {key: machine[key] for key in ("commit", "machine")} | train(setting, modules)
+            row = setting._asdict() | {key: machine[key] for key in ("commit", "machine")} | train(setting)
             RESULTS.parent.mkdir(parents=True, exist_ok=True)
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -99,14 +99,19 @@ def wanted(config: Config) -> list[Setting]:
     return [setting for setting in runs if setting.seed in config.seeds]
 
 
-def train(setting: Setting, modules: dict[str, ModuleType]) -> dict:
+def load(name: str, path: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, ROOT / path)
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def train(setting: Setting) -> dict:
     """One run in this process: the accuracy of each step, the gap to the sampler, and the seconds."""
     path = train_file("asynchronous" if setting.algorithm == "base" else f"experiment_{setting.algorithm}")
-    if path not in modules:
-        spec = spec_from_file_location(path.replace("/", "_"), ROOT / path)
-        modules[path] = sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(modules[path])
-    module, flags, changes, began = modules[path], FLAGS | {"lr": setting.lr, "seed": setting.seed}, {}, time.time()
+    module = load(path.replace("/", "_"), path)
+    flags, changes, began = FLAGS | {"lr": setting.lr, "seed": setting.seed}, {}, time.time()
     if setting.algorithm == "base":
         flags |= {"lag": setting.lag, "correction": setting.correction}
     else:
