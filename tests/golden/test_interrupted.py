@@ -390,7 +390,8 @@ def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
 def test_a_run_of_the_repository_without_chapters_is_resumed_and_read(tmp_path, load_script, monkeypatch):
     """Its name and its paths are those of commit f9554f3, which wrote this config.json, in a clone that is gone."""
     monkeypatch.chdir(tmp_path)
-    settings = json_of(ROOT / "tests/data/run_of_experiment_rloo.json")
+    text = (ROOT / "tests/data/run_of_experiment_rloo.json").read_text(encoding="utf-8")
+    settings = json.loads(text.replace("CLONE", "/home/ada/textbook"))
     main = load_script("policy_gradients/rloo/train.py").main
     main([word.replace("assets", f"{ROOT}/data/policies") for word in settings["command"][1:]])
     run = Path("runs/experiment_rloo/old")
