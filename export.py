@@ -206,11 +206,12 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     else:
         write_model(source, partial, dtype)
     prompts_equal = num_prompts_equal(partial, questions)
-    equal = num_equal(trained, written_answers(partial, questions, device))
+    written, loaded_dtype = written_answers(partial, questions, device)
+    equal = num_equal(trained, written)
     share = f"{equal} of {len(trained)} greedy answers"
     say(f"{share} of the exported model, by transformers' generate, equal the trained policy's")
     is_rounded = config.quantize != "none" or source.load_in is not None
-    is_rounded = is_rounded or dtype != "float32" or source.policy.dtype != "float32"
+    is_rounded = is_rounded or loaded_dtype != torch.float32 or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
         raise UserError(
             f"{len(trained) - equal} of {len(trained)} greedy answers differ from the trained policy's, "

@@ -42,15 +42,18 @@ def trained_answers(policy: Policy, questions: Questions) -> list[list[int]]:
 
 
 @torch.no_grad()
-def written_answers(directory: Path, questions: Questions, device: str) -> list[list[int]]:
-    """The ids that `generate` of transformers chooses with its default settings, given only the directory."""
+def written_answers(directory: Path, questions: Questions, device: str) -> tuple[list[list[int]], torch.dtype]:
+    """The ids that `generate` of transformers chooses with its default settings, given only the directory.
+
+    Returns: the ids, and the dtype that the model was loaded in; of an adapter alone it is the base's own.
+    """
     model = read_model(str(directory), "auto", local_files_only=True, device_map={"": device}).eval()
     found = []
     for prompt in questions.prompts:
         ids = torch.tensor([prompt], device=device)
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=questions.budget)
         found.append(output[0, len(prompt) :].tolist())
-    return found
+    return found, model.dtype
 
 
 def num_equal(trained: list[list[int]], written: list[list[int]]) -> int:
