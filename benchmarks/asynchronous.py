@@ -88,8 +88,8 @@ def wanted(config: Config) -> list[Setting]:
     lags = [Setting("base", "none", lag, LR, seed) for seed in range(5) for lag in LAGS]
     grid = [
         Setting("base", correction, lag, lr, seed)
-        for seed in range(3)
         for lr in RATES
+        for seed in range(3)
         for correction in CORRECTIONS
         for lag in (GRID_LAGS if correction != "none" else (0, *GRID_LAGS))
     ]
