@@ -167,6 +167,10 @@ def final(row: dict) -> float:
     return mean(row["correct"][-LAST:])
 
 
+def step_at(run: dict, accuracy: float) -> int | None:
+    return next((step for step, correct in enumerate(run["correct"], 1) if correct >= accuracy), None)
+
+
 def has_collapsed(row: dict) -> bool:
     """Whether the accuracy, a mean of LAST steps, ends more than 0.2 below its highest value."""
     return final(row) < max(rolling_means(row["correct"], LAST)[LAST - 1 :]) - 0.2
@@ -229,15 +233,17 @@ def lag_table(rows: Rows) -> str:
 
 
 def algorithm_table(rows: Rows) -> str:
-    """Final accuracies at lag 0 and 4; the ratio of GRPO is to the sampler with the correction `clip`."""
-    lines = ["| ratio to the sampler | lag 0 | lag 4 | collapsed at lag 4 |", "|---|---|---|---|"]
+    """Final accuracies and speed at lag 0 and 4; the ratio of GRPO is to the sampler with the correction `clip`."""
+    heads = "final accuracy, lag 0", "lag 4", "step at 0.8, lag 0", "lag 4", "collapsed at lag 4"
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, label in ({"base": "GRPO"} | ALGORITHMS).items():
         both = [
             runs_of(rows, name, "sampler" if name != "base" else "clip" if lag else "none", lag, LR) for lag in (0, 4)
         ]
         if all(both):
             cells = [", ".join(f"{final(run):.2f}" for run in runs) for runs in both]
-            lines += [f"| {label} | {cells[0]} | {cells[1]} | {sum(map(has_collapsed, both[1]))} of {len(both[1])} |"]
+            cells += [", ".join(str(step_at(run, 0.8)) for run in runs) for runs in both]
+            lines += [f"| {label} | {' | '.join(cells)} | {sum(map(has_collapsed, both[1]))} of {len(both[1])} |"]
     return "\n".join(lines)
 
 
