@@ -51,7 +51,7 @@ from harness.task.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
+    steps: Count = 60  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
