@@ -228,13 +228,16 @@ def test_without_its_end_the_beginning_of_an_answer_is_paid(train, policy):
     assert rewards == pytest.approx([1, 0], abs=0.01)
 
 
+UNTAGGED = {"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "topic": "?"}
+
+
 @pytest.mark.parametrize(("name", "row", "expected"), [
     ("arithmetic", {"question": "?", "answer": 58}, "58"),
     ("gsm8k", {"question": "?", "answer": "20+38=<<20+38=58>>58\n#### 58"}, "58"),
     ("math", {"problem": "?", "answer": r"\frac{1}{2}"}, r"\frac{1}{2}"),
     ("countdown", {"nums": [3, 5], "target": 8}, "3+5"),
     ("prompts", {"prompt": "Why?"}, 'no reference answer: a row needs a field "answer", or its task a solution'),
-    ("instructions", {"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "topic": "?"}, "has no '<answer>': give another --before-answer"),
+    ("instructions", UNTAGGED, "has no '<answer>': give another --before-answer"),
 ])  # fmt: skip
 def test_the_reference_of_a_row(train, name, row, expected):
     """Or the sentence that refuses the row."""
