@@ -19,6 +19,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "scale/mesh": [("grpo", {})],
     "scale/asynchronous": [("grpo", {}), ("grpo", {"correction": "clip"})],  # the others: unit/test_asynchronous.py
     "policy_gradients/rloo": [("drgrpo", {})],
+    "rewards/likelihood": [("drgrpo", {})],
     "policy_gradients/maxrl": [("grpo", {})],
     "policy_gradients/dapo": [("dapo", {})],
     "policy_gradients/gspo": [("gspo", {})],

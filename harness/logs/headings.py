@@ -37,6 +37,8 @@ METRICS = {  # in the order of the progress line
     "reward/total": Metric(short="reward", form="{:.2f}"),
     "reward/correct": Metric("training questions, sampled", short="correct", form="{:.2f}",
                              title="sampled accuracy on training questions, each asked once"),
+    "reward/likelihood": Metric("probability of the reference answer", short="likelihood", form="{:.2f}",
+                                title="probability of the reference answer", is_share=True),
     "completion/length": Metric(title="completion length", short="length", form="{:.1f}"),
     "preference/accuracy": Metric("training pairs", short="accuracy", form="{:.2f}"),
     "loss/kl": Metric(short="KL", form="{:.3f}"),

@@ -89,6 +89,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     ),
     "rewards/reward_model": Row(quick="killed"),
     "rewards/dpo": Row(),
+    "rewards/likelihood": Row("--max-new-tokens 30 --epochs-per-step 2", quick="killed"),
     "imitation/sft": Row(
         "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3",
         "killed divided two three",
@@ -224,7 +225,14 @@ def together(server, tmp_path_factory) -> Callable[..., Path]:
         program = [ROOT / "tests/gloo/as_on_gpus.py", __file__] if is_sharded else [__file__]
         beside = [
             str(ROOT / folder)
-            for folder in ("", "tests", "scale/mesh", "scale/asynchronous", "experiment_multiturn_qa")
+            for folder in (
+                "",
+                "tests",
+                "scale/mesh",
+                "scale/asynchronous",
+                "rewards/likelihood",
+                "experiment_multiturn_qa",
+            )
         ]
         environment = {"PYTHONPATH": os.pathsep.join(beside)} | (FSDP2 if is_sharded else {})
         before = server.calls["/collective_rpc"]

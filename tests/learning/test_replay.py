@@ -43,6 +43,7 @@ FLAGS_OF = {
     "gspo": {"clip_eps": 0.01, "clip_eps_high": 0.02},
     "cispo": {"ratio_cap": 1.05},
     "ppo": {"gamma": 0.95, "gae_lambda": 0.9, "critic_lr_factor": 5.0, "value_clip": 0.02},
+    "likelihood": {"max_new_tokens": 40},
     "dpo": {"epochs": 2, "beta": 0.3},
     "reward_model": {"epochs": 2},
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
@@ -57,6 +58,7 @@ FORMULA |= {"distill": "dapo", "reinforce": "cispo"}
 ADVANTAGE = {  # of a return in a group; `baseline`: the running mean
     "reinforce": lambda reward, group, baseline: reward - baseline,
     "drgrpo": lambda reward, group, baseline: reward - fmean(group),
+    "likelihood": lambda reward, group, baseline: reward - (sum(group) - reward) / (len(group) - 1),
     "rloo": lambda reward, group, baseline: reward - (sum(group) - reward) / (len(group) - 1),
     "maxrl": lambda reward, group, baseline: (reward - fmean(group)) / fmean(group),
     "others": lambda reward, group, baseline: (reward - fmean(group)) / (stdev(group) + 1e-4),
@@ -230,9 +232,20 @@ class Replay:
         first = questions.index(row["prompt_index"]) // size * size  # of its round
         key = (seed, step, *((first,) if self.name == "dapo" else ()), row["prompt_index"], row["completion_index"])
         numbers = keyed_generator("tokens", *key).random(len(scores))
-        for number, probs, token in zip(numbers, scores.exp(), actions(row, "ids"), strict=True):
+        drawn = len(scores) - self.num_given(row)
+        for number, probs, token in list(zip(numbers, scores.exp(), actions(row, "ids"), strict=True))[:drawn]:
             end = probs[: token + 1].sum().item()
             assert end - probs[token].item() - 1e-5 < number < end + 1e-5
+
+    def num_given(self, row: dict) -> int:
+        """The tokens of the reference answer, which follows the one beginning of an answer."""
+        begin, end = self.tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
+        if self.name != "likelihood" or begin not in actions(row, "ids"):
+            return 0
+        reference = [*self.tokenizer.encode(row["answer"], add_special_tokens=False), end]
+        ids = actions(row, "ids")
+        assert ids[ids.index(begin) + 1 :] == reference
+        return len(reference)
 
     def add_advantages(self, rows: list[dict]) -> None:
         """Of each token; for a critic also its targets."""
@@ -246,6 +259,13 @@ class Replay:
             group = returns[index // size * size :][:size]
             advantage = ADVANTAGE.get(self.name, ADVANTAGE["others"])(reward, group, self.baseline)
             row["advantages"] = [advantage] * len(places(row))
+            if self.name == "likelihood":
+                assert reward == pytest.approx(row["rewards"]["varied"] + row["rewards"]["likelihood"], abs=1e-5)
+                assert (self.num_given(row) > 0) == (row["rewards"]["likelihood"] > 0)
+            if count := self.num_given(row):
+                product = math.exp(sum(row["old"][-count:]))
+                assert row["rewards"]["likelihood"] == pytest.approx(product, rel=1e-3)
+                row["advantages"][-count:] = [product] * count
             if self.name == "distill":
                 row["advantages"] = [teacher - old for teacher, old in zip(row["other"], row["old"], strict=True)]
             if self.name == "ppo":

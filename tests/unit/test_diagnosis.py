@@ -221,6 +221,7 @@ REPORTS_OF_RESULTS = {
     # samples of weights that are four steps old, uncorrected
     **{f"asynchronous/{run}": ["too old"] for run in ("none_seed0", "swap8_seed0", "swap8_seed2")},
     "asynchronous/none_seed2": ["too old", "cut off"],
+    "likelihood/decimals_seed0": ["zero variance"],  # no thought makes the references probable
     # an engine that keeps its initial weights
     **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
     "never_corrected_seed2": ["flat", "KL"],
@@ -239,7 +240,7 @@ def test_of_the_published_runs_only_broken_ones_are_reported(run):
     settings = SimpleNamespace(**run.config)
     diagnosis = Diagnosis(settings)
     rows = run.metrics.rows
-    assert len(rows) > 40
+    assert len(rows) > 25
     said = []
     for row in rows:
         if "loss/grad_norm" in row:  # one update per step; older runs did not log derivable values
