@@ -4,7 +4,7 @@
     python benchmarks/rejection.py --only all once-4 --seeds 0   # a part of them
     python benchmarks/rejection.py --table-only                  # the table, from the committed data
 
-Every run samples 7,680 completions. Runs that already exist are not repeated, and results of missing ones are kept.
+Every run samples 7,680 completions, except `offset`. Runs that already exist are not repeated, and results of missing ones are kept.
 Writes imitation/rejection/results/, and prints the table of the README.
 """
 
@@ -31,7 +31,6 @@ from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "imitation/rejection/results"
-COMPLETIONS = 7680  # of a run
 ROUNDS = {"steps": 6, "prompts-per-step": 160, "sft-batch-size": 48}
 ONCE = {"steps": 1, "prompts-per-step": 384, "group-size": 20, "sft-batch-size": 48}  # twenty samples of each question
 RUNS = {  # flags
@@ -41,7 +40,7 @@ RUNS = {  # flags
     "once": ONCE,
     "once-4": ONCE | {"epochs-per-step": 4},
     "once-16": ONCE | {"epochs-per-step": 16},
-    "offset": {"reward-weight": ("correct=1", "format=10")},
+    "offset": {"reward-weight": ("correct=1", "format=10"), "steps": 20},  # every reward is above 0
 }
 COLUMNS = (
     "reward/correct", "completion/length", "completion/reasoned", "kept/share", "kept/easy", "policy/entropy",
@@ -83,7 +82,8 @@ def train(config: Config, name: str, seed: int) -> Path:
 
 def result(place: Path) -> KeptRun:
     run = read_run(place)
-    about = {key: run.config[key] for key in ("seed", "command", "machine", "commit", "lr", "eval_prompts")}
+    kept = ("seed", "command", "machine", "commit", "lr", "eval_prompts", "prompts_per_step", "group_size", "steps")
+    about = {key: run.config[key] for key in kept}
     summary = {"seconds": run.summary["seconds"], "entropy": entropy(place / "final", about["seed"])}
     summary |= {when: {key: run.summary[when][key] for key in FIGURES} for when in ("before", "after")}
     return KeptRun(RESULTS / place.name, about | {"run": place.name.rpartition("-")[0]}, summary, run.metrics.rows)
@@ -119,7 +119,8 @@ def table(runs: list[KeptRun]) -> str:
 
 def tokens(run: KeptRun) -> float:
     """Sampled by the training of a run."""
-    return COMPLETIONS * mean(row["completion/length"] for row in run.metrics.rows if "completion/length" in row)
+    lengths = [row["completion/length"] for row in run.metrics.rows if "completion/length" in row]
+    return run.config["prompts_per_step"] * run.config["group_size"] * sum(lengths)
 
 
 def of_kept(run: KeptRun, key: str) -> float:

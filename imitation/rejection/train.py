@@ -107,6 +107,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
         is_kept = choose(config, returns)  # (Q, G)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = is_kept.view(-1, 1).float().to(policy.device)  # (B, 1): one for a row's tokens
+        experience.old_log_probs = experience.sampler_log_probs  # only logged
         kept = experience.select(experience.advantages[:, 0].nonzero()[:, 0])  # K rows
         run.lap("reward")
 
