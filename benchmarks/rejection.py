@@ -4,8 +4,8 @@
     python benchmarks/rejection.py --only all once-4 --seeds 0   # a part of them
     python benchmarks/rejection.py --table-only                  # the table, from the committed data
 
-Every run samples 7,680 completions, except `offset`. Runs that already exist are not repeated, and results of missing ones are kept.
-Writes imitation/rejection/results/, and prints the table of the README.
+Every run samples 7,680 completions, except `offset`. Runs that already exist are not repeated, and results of missing
+ones are kept. Writes imitation/rejection/results/, and prints the table of the README.
 """
 
 import os
@@ -24,6 +24,7 @@ from common.sampling import sample
 from tasks import arithmetic as task
 from viewer.groups import read_run
 from viewer.results import KeptRun, keep_runs, read_runs
+from viewer.runs import rolling_means
 
 from harness.base.config import RunConfig
 from harness.data.data import read_rows
@@ -104,17 +105,37 @@ def entropy(model: Path, seed: int) -> float:
 
 def table(runs: list[KeptRun]) -> str:
     """Mean (lowest to highest) over the seeds of every run."""
-    heads = ("run", "seeds", "sampled", "greedy", "pass@8", "entropy", "thousand tokens", "kept/share", "kept/easy")
+    heads = (
+        "run",
+        "seeds",
+        "sampled",
+        "greedy",
+        "pass@8",
+        "entropy",
+        "reasoned",
+        "step of 0.8",
+        "thousand tokens",
+        "kept/share",
+        "kept/easy",
+    )
     lines = [heads, ("---",) * len(heads)]
     for name in dict.fromkeys(run.config["run"] for run in runs):
         group = [run for run in runs if run.config["run"] == name]
         cells = [spread([run.summary["after"][key] for run in group]) for key in
                  ("sampled/accuracy", "greedy/accuracy", "sampled/pass@8")]  # fmt: skip
         cells.append(spread([run.summary["entropy"] for run in group], 4))
+        cells.append(spread([run.summary["after"]["sampled/reasoned"] for run in group]))
+        cells.append(", ".join(str(reached(run)) for run in group))
         cells.append(spread([tokens(run) / 1000 for run in group], 0))
         cells += [spread([of_kept(run, key) for run in group]) for key in ("kept/share", "kept/easy")]
         lines.append((name, str(len(group)), *cells))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def reached(run: KeptRun, accuracy: float = 0.8) -> int | None:
+    """The first step at which the training accuracy, averaged over three steps, is this high."""
+    curve = rolling_means([row["reward/correct"] for row in run.metrics.rows if "reward/correct" in row], 3)
+    return next((step for step, value in enumerate(curve, start=1) if value >= accuracy), None)
 
 
 def tokens(run: KeptRun) -> float:
