@@ -4,8 +4,8 @@
     python benchmarks/rejection.py --only all once-4 --seeds 0   # a part of them
     python benchmarks/rejection.py --table-only                  # the table, from the committed data
 
-Every run samples 7,680 completions, except `offset`. Runs that already exist are not repeated, and results of missing
-ones are kept. Writes imitation/rejection/results/, and prints the table of the README.
+Every run samples 7,680 completions. Runs that already exist are not repeated, and results of missing ones are kept.
+Writes imitation/rejection/results/, and prints the table of the README.
 """
 
 import os
@@ -32,16 +32,16 @@ from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "imitation/rejection/results"
-ROUNDS = {"steps": 6, "prompts-per-step": 160, "sft-batch-size": 48}
-ONCE = {"steps": 1, "prompts-per-step": 384, "group-size": 20, "sft-batch-size": 48}  # twenty samples of each question
 RUNS = {  # flags
     "all": {},
     "best-1": {"keep-per-question": 1},
-    "rounds": ROUNDS,
-    "once": ONCE,
-    "once-4": ONCE | {"epochs-per-step": 4},
-    "once-16": ONCE | {"epochs-per-step": 16},
-    "offset": {"reward-weight": ("correct=1", "format=10"), "steps": 20},  # every reward is above 0
+    "once-4": {  # twenty samples of each question, and four epochs
+        "steps": 1,
+        "prompts-per-step": 384,
+        "group-size": 20,
+        "sft-batch-size": 48,
+        "epochs-per-step": 4,
+    },
 }
 COLUMNS = (
     "reward/correct", "completion/length", "completion/reasoned", "kept/share", "kept/easy", "policy/entropy",
@@ -74,7 +74,7 @@ def train(config: Config, name: str, seed: int) -> Path:
     flags = {"seed": seed, "name": place.name, "runs-dir": config.runs_dir, "samples-every": 0, "checkpoint-every": 0}
     words = [sys.executable, str(ROOT / "imitation/rejection/train.py"), "--eval-every", "0"]
     for flag, value in (flags | RUNS[name]).items():
-        words += [f"--{flag}", *(value if isinstance(value, tuple) else (str(value),))]
+        words += [f"--{flag}", str(value)]
     if not (place / "summary.json").exists():
         subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
         print(place, flush=True)
@@ -85,12 +85,13 @@ def result(place: Path) -> KeptRun:
     run = read_run(place)
     kept = ("seed", "command", "machine", "commit", "lr", "eval_prompts", "prompts_per_step", "group_size", "steps")
     about = {key: run.config[key] for key in kept}
-    summary = {"seconds": run.summary["seconds"], "entropy": entropy(place / "final", about["seed"])}
+    summary = {key: run.summary[key] for key in ("seconds", "peak_memory_bytes")}
+    summary |= {"entropy_before": entropy("tiny", about["seed"]), "entropy": entropy(place / "final", about["seed"])}
     summary |= {when: {key: run.summary[when][key] for key in FIGURES} for when in ("before", "after")}
     return KeptRun(RESULTS / place.name, about | {"run": place.name.rpartition("-")[0]}, summary, run.metrics.rows)
 
 
-def entropy(model: Path, seed: int) -> float:
+def entropy(model: str | Path, seed: int) -> float:
     """Nats per token, an estimate: mean of -log p over the tokens of two sampled answers to each held-out question."""
     policy = load_policy(RunConfig(model=str(model), device="cpu", dtype="float32", attn_implementation="sdpa"))
     rows = read_rows(str(task.EVAL_DATA), task.FIELDS)[:256]
