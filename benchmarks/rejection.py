@@ -8,6 +8,7 @@ Every run samples 7,680 completions. Runs that already exist are not repeated, a
 Writes imitation/rejection/results/, and prints the table of the README.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -83,12 +84,22 @@ def train(config: Config, name: str, seed: int) -> Path:
 
 def result(place: Path) -> KeptRun:
     run = read_run(place)
-    kept = ("seed", "command", "machine", "commit", "lr", "eval_prompts", "prompts_per_step", "group_size", "steps")
-    about = {key: run.config[key] for key in kept}
+    about = {key: run.config[key] for key in ("seed", "command", "machine", "commit", "lr", "eval_prompts")}
+    about["rows_per_step"] = run.config["prompts_per_step"] * run.config["group_size"]
     summary = {key: run.summary[key] for key in ("seconds", "peak_memory_bytes")}
     summary |= {"entropy_before": entropy("tiny", about["seed"]), "entropy": entropy(place / "final", about["seed"])}
+    summary["reasoned_if_right_before"] = reasoned_if_right(place)
     summary |= {when: {key: run.summary[when][key] for key in FIGURES} for when in ("before", "after")}
     return KeptRun(RESULTS / place.name, about | {"run": place.name.rpartition("-")[0]}, summary, run.metrics.rows)
+
+
+def reasoned_if_right(place: Path) -> float:
+    """Before training: the share of reasoned answers among the right ones to a question, mean over questions."""
+    right: dict[int, list[float]] = {}
+    for question, correct, description in json.loads((place / "before.json").read_text(encoding="utf-8"))[2]:
+        if correct == 1:
+            right.setdefault(question, []).append(description["reasoned"])
+    return mean(map(mean, right.values()))
 
 
 def entropy(model: str | Path, seed: int) -> float:
@@ -142,7 +153,7 @@ def reached(run: KeptRun, accuracy: float = 0.8) -> int | None:
 def tokens(run: KeptRun) -> float:
     """Sampled by the training of a run."""
     lengths = [row["completion/length"] for row in run.metrics.rows if "completion/length" in row]
-    return run.config["prompts_per_step"] * run.config["group_size"] * sum(lengths)
+    return run.config["rows_per_step"] * sum(lengths)
 
 
 def of_kept(run: KeptRun, key: str) -> float:
