@@ -55,7 +55,7 @@ class Config(RunConfig):
     steps: Count = 60  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: Count = 8  # G: completions per question, independent of each other
-    keep_above: float = 0.0  # a completion is kept if its reward is higher than this
+    keep_above: NotNegative = 0.0  # a completion is kept if its reward is higher than this
     keep_per_question: Count | None = None  # keep at most so many of each question, the best; None: all that qualify
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
     temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
