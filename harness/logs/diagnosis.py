@@ -14,7 +14,7 @@ MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 ALL_EQUAL = "all rewards of every group are equal"
 OVER_OPTIMISED = "the reward model is over-optimised"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
-OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
+OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline", "kept/share"}
 MAX_STALE_DIFFERENCE = 1.0  # for a sampler that deliberately has weights that are several steps old
 
 
@@ -95,6 +95,11 @@ class Diagnosis:
             found["rewards are below 0"] = (
                 f"{share:.0%} of the groups have returns below 0, where a mean is no success rate: MaxRL measures them "
                 "from the lowest of the group; rewards of 0 and 1 keep its objective (--reward-weight, or the task)"
+            )
+        if self._mean("kept/share", 1) == 0:
+            found["nothing is kept"] = (
+                "no completion earned more than --keep-above, so this step imitates nothing and changes no weight: "
+                "raise --group-size, ask easier questions (--data), or lower --keep-above"
             )
         newest, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
         accuracies = [newest.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]

@@ -95,6 +95,13 @@ RUNS = {  # by experiment, perhaps several with a word after its path
         "killed divided two three",
         quick="killed divided",
     ),
+    # a process whose questions have no kept row trains with the rows of the others
+    "imitation/rejection": Row(
+        "--keep-above 0.6 --keep-per-question 2 --epochs-per-step 2 --sft-batch-size 4",
+        "killed divided two three",
+        quick="killed",
+    ),
+    "imitation/rejection nothing kept": Row("--keep-above 9", "killed two"),
     "imitation/distill": Row(),
     "scale/engine": Row("--engine-url URL"),
     "scale/mesh": Row("", "killed divided"),  # of several processes: see gloo/test_mesh.py

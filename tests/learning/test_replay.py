@@ -46,6 +46,7 @@ FLAGS_OF = {
     "likelihood": {"max_new_tokens": 40},
     "dpo": {"epochs": 2, "beta": 0.3},
     "reward_model": {"epochs": 2},
+    "rejection": {"lr": 1e-5, "sft_batch_size": 2, "keep_per_question": 2, "keep_above": 0.2},
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
 }
 LIKE_OTHERS = {"accelerate", "accelerate_ddp", "mesh", "multiturn_qa"}  # with one process, or another tool
@@ -54,7 +55,7 @@ GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
 FORMULA = {Path(name).name.removeprefix("experiment_"): formulas[0][0] for name, formulas in FORMULAS.items()}
 # DAPO's with a symmetric clip, and CISPO's at a ratio of 1, with rows in place of tokens
-FORMULA |= {"distill": "dapo", "reinforce": "cispo"}
+FORMULA |= {"distill": "dapo", "reinforce": "cispo", "rejection": "cispo"}
 ADVANTAGE = {  # of a return in a group; `baseline`: the running mean
     "reinforce": lambda reward, group, baseline: reward - baseline,
     "drgrpo": lambda reward, group, baseline: reward - fmean(group),
@@ -209,7 +210,8 @@ class Replay:
         minibatches: dict[tuple[int, int], list] = {}
         for row in rows:
             epochs = [update["epoch"] for update in row["updates"]]
-            assert self.name == "reinforce" or epochs == [*range(self.config["epochs_per_step"])]
+            is_used = self.name != "rejection" or row["advantage"] > 0
+            assert self.name == "reinforce" or epochs == [*range(self.config["epochs_per_step"] * is_used)]
             for update in row["updates"]:
                 minibatches.setdefault((update["epoch"], update["minibatch"]), []).append((row, update))
         updates = [self.learn(step, minibatches[place], len(rows)) for place in sorted(minibatches)]
@@ -266,6 +268,10 @@ class Replay:
                 product = math.exp(sum(row["old"][-count:]))
                 assert row["rewards"]["likelihood"] == pytest.approx(product, rel=1e-3)
                 row["advantages"][-count:] = [product] * count
+            if self.name == "rejection":  # of equally good ones the first are kept
+                better = sum(x > reward for x in group) + group[: index % size].count(reward)
+                is_kept = reward > self.config["keep_above"] and better < self.config["keep_per_question"]
+                row["advantages"] = [float(is_kept)] * len(places(row))
             if self.name == "distill":
                 row["advantages"] = [teacher - old for teacher, old in zip(row["other"], row["old"], strict=True)]
             if self.name == "ppo":
@@ -284,7 +290,9 @@ class Replay:
 
     def learn(self, step: int, minibatch: list[tuple[dict, dict]], num_rows: int) -> tuple[float, float]:
         """One update; returns the loss and the norm of its gradient."""
-        config, is_reinforce, total, loss = self.config, self.name == "reinforce", 0.0, torch.zeros(())
+        config, total, loss = self.config, 0.0, torch.zeros(())
+        is_reinforce = self.name in ("reinforce", "rejection")
+        num_rows = len(minibatch) if self.name == "rejection" else num_rows
         num_tokens = num_rows if is_reinforce else sum(len(places(row)) for row, _ in minibatch)
         settings = {"num_rows": len(minibatch), "num_tokens": num_tokens, "budget": config["max_new_tokens"]}
         settings |= {"kl_weight": config.get("kl_weight", 0.0)}

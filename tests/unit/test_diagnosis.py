@@ -40,6 +40,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "below 0": ("returns below 0", "--reward-weight"),
     "searches": ("could not answer", "--search-url"),
     "nothing right": ("of the held-out answers is right before", "--system-prompt"),
+    "nothing kept": ("this step imitates nothing", "--keep-above"),
 }
 
 
@@ -190,6 +191,7 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "greedy is right": ([FIRST | {"eval/greedy/accuracy": 1 / 24}], None, ""),
     "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
     "nothing is right later": ([FIRST | {"step": 80}], None, ""),
+    "kept nothing": ([{"kept/share": 0.1}] * 3 + [{"kept/share": 0.0}], "nothing kept", "raise --group-size, ask"),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 
