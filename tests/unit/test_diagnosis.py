@@ -39,6 +39,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "flat": ("has not risen beyond noise", "--lr"),
     "below 0": ("returns below 0", "--reward-weight"),
     "searches": ("could not answer", "--search-url"),
+    "wrong majority": ("the majority is wrong", "--data"),
     "nothing right": ("of the held-out answers is right before", "--system-prompt"),
 }
 
