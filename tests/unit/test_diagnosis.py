@@ -155,6 +155,14 @@ STALE = {"policy/sampling_log_prob_difference": 0.41, "policy/staleness": 4.0}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
 FIRST = {"step": 0, "eval/greedy/accuracy": 0.0, "eval/sampled/accuracy": 0.0}
+
+
+def turn(first: float, last: float) -> list[dict[str, float]]:
+    """Ten steps with one accuracy, and some with another, while the agreement rises."""
+    accuracies = [first] * 10 + [last] * 10
+    return [{"reward/correct": value, "reward/agreement": 0.6 + 0.2 * (n >= 10)} for n, value in enumerate(accuracies)]
+
+
 HISTORIES = {  # steps; the rule that reports after the last one, and not before; a part of its sentence
     "cut off": ([{"completion/truncated": 0.3}] * 5, "cut off", "30% of the completions"),
     "never stops": ([{"completion/truncated": 1.0}] * 5, "cut off", "(none ended by itself: "),
@@ -191,6 +199,10 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "greedy is right": ([FIRST | {"eval/greedy/accuracy": 1 / 24}], None, ""),
     "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
     "nothing is right later": ([FIRST | {"step": 80}], None, ""),
+    "a wrong majority": (turn(0.4, 0.2), "wrong majority", "since the best ten steps the agreement has risen from 0.60 "
+                         "to 0.80, and the accuracy has fallen from 0.40 to 0.20"),
+    "a right majority": (turn(0.4, 0.9), None, ""),
+    "agreement falls, too": ([row | {"reward/agreement": row["reward/correct"]} for row in turn(0.4, 0.2)], None, ""),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 
