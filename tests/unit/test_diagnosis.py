@@ -234,6 +234,7 @@ REPORTS_OF_RESULTS = {
     # samples of weights that are four steps old, uncorrected
     **{f"asynchronous/{run}": ["too old"] for run in ("none_seed0", "swap8_seed0", "swap8_seed2")},
     "asynchronous/none_seed2": ["too old", "cut off"],
+    **{f"slips_seed{seed}": ["wrong majority"] for seed in range(3)},
     # an engine that keeps its initial weights
     **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
     "never_corrected_seed2": ["flat", "KL"],
