@@ -18,6 +18,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "scale/engine": [("grpo", {})],
     "scale/mesh": [("grpo", {})],
     "scale/asynchronous": [("grpo", {}), ("grpo", {"correction": "clip"})],  # the others: unit/test_asynchronous.py
+    "rewards/majority": [("grpo", {})],
     "policy_gradients/rloo": [("drgrpo", {})],
     "rewards/likelihood": [("drgrpo", {})],
     "policy_gradients/maxrl": [("grpo", {})],

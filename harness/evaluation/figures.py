@@ -46,13 +46,13 @@ class Answers(NamedTuple):
     sampled: list[list[Answer]]  # by question; empty lists with --num-samples 0
 
 
-def read_answers(lines: Iterable[dict], num_questions: int, read: Callable[[int, str], str | None]) -> Answers:
-    """Parse the lines of completions.jsonl; `read` extracts the answer from a completion of a question."""
-    answers = Answers([], [], [[] for _ in range(num_questions)])
+def read_answers(lines: Iterable[dict], rows: Sequence[dict], read: Callable[[dict, str], str | None]) -> Answers:
+    """Parse the lines of completions.jsonl; `read` extracts the answer from a completion of a row's question."""
+    answers = Answers([], [], [[] for _ in rows])
     for line in lines:
         others = {f"reward_{name}": value for name, value in line["rewards"].items() if name != "correct"}
         correct = line["correct"] if line["correct"] is not None else 0.0  # a task's NaN
-        given, is_cut_off = read(line["question"], line["text"]), line["finish_reason"] == "length"
+        given, is_cut_off = read(rows[line["question"]], line["text"]), line["finish_reason"] == "length"
         answer = Answer(correct, given, line["length"], is_cut_off, others | line["description"])
         if line["sample"] == GREEDY:
             answers.greedy.append(answer)

@@ -34,7 +34,7 @@ from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.task.questions import filter_rows, load_rows, read_renamed
 from harness.task.scorer import Scorer
 from harness.task.task import Task, check_context
-from harness.task.task_file import import_named, task_of
+from harness.task.task_file import task_of
 
 FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
 
@@ -63,7 +63,7 @@ def evaluate(
                         before = f"{directory} began with {name} {settings.get(name)}"
                         say(f"{before}, and goes on with {value}: figures may differ")
                 _ask_left(config, task, completions, load)
-            answers = read_answers(completions, len(task.eval_rows), answer_reader(task))
+            answers = read_answers(completions, task.eval_rows, task.vote)
             results = settings | results_of(task, answers, config.seed)
             if other is not None:
                 results["comparison"] = compare(other, results, config.seed)
@@ -130,22 +130,9 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     task = Task(Scorer(file), eval_rows=rows[: config.limit], sources=sources)
     task.scorer.try_out(task.eval_rows[0])
     text = file.solution(task.eval_rows[0]) or ""
-    answer_reader(task)(0, text)  # so that a failing `vote` or `tally` fails now
+    file.vote(task.eval_rows[0], text)  # so that a failing `vote` or `tally` fails now
     file.tally(task.eval_rows[0], text)
     return task
-
-
-def answer_reader(task: Task) -> Callable[[int, str], str | None]:
-    """Return a reader of the answer in a completion, in one spelling: the task's `vote`, else as in arithmetic."""
-    arithmetic = import_named("arithmetic")
-
-    def read(question: int, text: str) -> str | None:
-        if task.file.has("vote"):
-            return task.file.vote(task.eval_rows[question], text)
-        given = arithmetic.given_answer(text)
-        return None if given is None else arithmetic.normalize_answer(given)
-
-    return read
 
 
 def content_of(row: Row) -> str:

@@ -13,6 +13,7 @@ from harness.base.config import PolicyConfig
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 ALL_EQUAL = "all rewards of every group are equal"
 OVER_OPTIMISED = "the reward model is over-optimised"
+WRONG_MAJORITY = "the majority is wrong"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
 OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline", "kept/share"}
 MAX_STALE_DIFFERENCE = 1.0  # for a sampler that deliberately has weights that are several steps old
@@ -81,6 +82,18 @@ class Diagnosis:
         has_fallen = then - now > max(0.05, 2 * noise)
         is_over = has_fallen and last[proxy] > best[proxy]
         return (best["step"], then, now, (best[proxy], last[proxy])) if is_over else None
+
+    def _wrong_majority(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """Accuracy and agreement, in the ten steps of the best accuracy and in the last ten, if one fell, one rose."""
+        names = ("reward/correct", "reward/agreement")
+        steps = [[entry[name] for name in names] for entry in self._history if all(name in entry for name in names)]
+        if len(steps) < 20:
+            return None
+        windows = [list(zip(*steps[start : start + 10], strict=True)) for start in range(len(steps) - 9)]
+        best, last = max(windows, key=lambda window: mean(window[0])), windows[-1]
+        noise = ((stdev(best[0]) ** 2 + stdev(last[0]) ** 2) / 10) ** 0.5  # of the difference of two accuracies
+        then, now = (tuple(map(mean, window)) for window in (best, last))
+        return (then, now) if then[0] - now[0] > max(0.1, 3 * noise) and now[1] > then[1] else None
 
     def _find(self) -> dict[str, str]:
         """The sentences, keyed by their findings as docs/metrics.md names them."""
@@ -203,6 +216,14 @@ class Diagnosis:
                 f"from {proxies[0]:.2f} to {proxies[1]:.2f}, and their accuracy has fallen from {then:.2f} to "
                 f"{now:.2f}: stop there (--steps, or --stop-when over-optimised), raise --kl-weight, or train the "
                 "reward model on more pairs"
+            )
+        if (pair := self._wrong_majority()) is not None:
+            (then, agreed), (now, agrees) = pair
+            found[WRONG_MAJORITY] = (
+                f"the majority is wrong: since the best ten steps the agreement has risen from {agreed:.2f} to "
+                f"{agrees:.2f}, and the accuracy has fallen from {then:.2f} to {now:.2f}: the policy becomes sure of "
+                "its mistakes: ask questions whose most frequent answer is right (--data), or begin with a better "
+                "policy (--model)"
             )
         failures, calls = self._mean("completion/failed_searches"), self._mean("reward/calls")
         if failures > 0.1 * calls:

@@ -37,6 +37,8 @@ METRICS = {  # in the order of the progress line
     "reward/total": Metric(short="reward", form="{:.2f}"),
     "reward/correct": Metric("training questions, sampled", short="correct", form="{:.2f}",
                              title="sampled accuracy on training questions, each asked once"),
+    "reward/agreement": Metric(title="agreement with the majority"),
+    "group/majority_right": Metric("majority of each group", title="accuracy of the majority"),
     "reward/likelihood": Metric("probability of the reference answer", short="likelihood", form="{:.2f}",
                                 title="probability of the reference answer", is_share=True),
     "completion/length": Metric(title="completion length", short="length", form="{:.1f}"),
@@ -67,7 +69,8 @@ SHARE, POSITIVE = (0, 1), (0, None)
 MORE = {"axis": POSITIVE, "is_more": True}
 OF_QUESTIONS = {"axis": SHARE, "is_of_questions": True}
 PANELS = (
-    Panel("accuracy", r"reward/correct|eval/\w+/accuracy", "Share of right answers.", axis=SHARE, place=4),
+    Panel("accuracy", r"reward/correct|group/majority_right|eval/\w+/accuracy",
+          "Share of right answers.", axis=SHARE, place=4),
     Panel("accuracy: share of pairs whose chosen answer is preferred", "(preference|eval)/accuracy.*",
           "Its score is higher.", axis=SHARE, place=1),
     Panel("margin", "(preference|eval)/margin",

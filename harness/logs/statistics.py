@@ -169,6 +169,9 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
         for name, wanted in (("right", True), ("wrong", False)):
             among = [length for length, right in zip(lengths, is_right, strict=True) if right == wanted]
             metrics |= {f"completion/length_{name}": mean(among)} if among else {}
+    if "agreement" in first.rewards and "correct" in first.rewards:  # rewards/majority
+        elected = [row.rewards["agreement"] == 1 and row.rewards["correct"] == 1 for row in trajectories]
+        metrics["group/majority_right"] = torch.tensor(elected).view(returns.shape).any(dim=1).double().mean().item()
     metrics["completion/stopped"] = mean([row.finish_reason == "stop" for row in trajectories])
     metrics["completion/truncated"] = mean([row.finish_reason == "length" for row in trajectories])
     if returns.shape[1] > 1:

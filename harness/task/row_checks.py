@@ -38,6 +38,17 @@ def try_solutions(scorer: Scorer, rows: list[Row]) -> None:
             raise UserError(f"{row.place}: {_reason(file, row, fault)}")
 
 
+def check_votes(file: TaskFile, rows: list[Row]) -> None:
+    """Refuse a task whose answers cannot be read: neither by its own `vote` nor, in its solutions, by the usual one."""
+    solutions = [(row, text) for row in rows[:100] if (text := file.solution(row)) is not None]
+    is_read = any(file.vote(row, text) is not None for row, text in solutions) if solutions else file.has("vote")
+    if not is_read:
+        raise UserError(
+            f"{file}: its answers cannot be read, so that completions cannot vote: define vote(row, text), which "
+            "returns the answer of a completion (docs/your_task.md)"
+        )
+
+
 @contextmanager
 def _time_limit(sentence: str) -> Iterator[None]:
     """Raise a UserError with this sentence if the block takes longer than `PATIENCE`, on systems with such alarms."""

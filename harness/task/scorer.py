@@ -23,7 +23,8 @@ PREFERENCE = "preference"  # the judge's component
 class Scorer:
     """The reward components of completions, and their weights.
 
-    `given` are NAME=NUMBER, as in `--reward-weight`; `more_weights` belong to components that the experiment adds.
+    `given` are NAME=NUMBER, as in `--reward-weight`; `more_weights` belong to components that the experiment adds, or
+    to `correct`, whose weight it can change.
     `functions` are asked with `system_prompt`; their components, and the judge's, have the weight 1 unless it is given.
     """
 
@@ -41,7 +42,7 @@ class Scorer:
         if taken := {"total", PREFERENCE, *(more_weights or {})} & set(names):
             raise UserError(f"--reward-functions: the name {min(taken)!r} is taken: give the function another one")
         added = (more_weights or {}) | dict.fromkeys(names, 1.0) | ({} if judge is None else {PREFERENCE: 1.0})
-        if taken := file.weights.keys() & {"total", *added}:
+        if taken := file.weights.keys() & {"total", *added} - {"correct"}:
             raise UserError(f"{file}: the name {min(taken)!r} is taken: give the reward component another one")
         self.weights = file.weights | added  # those in use
         for component, weight in parse_numbers("--reward-weight", given).items():

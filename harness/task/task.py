@@ -55,21 +55,30 @@ class Task:
     ) -> list[dict[str, float]]:
         return self.scorer.reward_together(rows, texts, completions)
 
+    def vote(self, row: dict, text: str) -> str | None:
+        return self.file.vote(row, text)
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         return self.scorer.total_reward(rewards)
 
 
 @agreed
-def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
+def load_task(
+    config: RunConfig,
+    more_weights: dict[str, float] | None = None,
+    tools: list[dict] | None = None,
+    needs_votes: bool = False,
+) -> Task:
     """The task that `--task` names, with its training and evaluation rows; both are filtered in the same way.
 
-    `more_weights` are weights of reward components that the experiment adds; `tools` are JSON schemas. Without
-    `--eval-data`, a task's own data have a held-out file, and a user's `--data` may have a test file
-    (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
+    `more_weights` are weights of reward components that the experiment adds, or of `correct`; `tools` are JSON schemas;
+    `needs_votes` refuses a task whose answers cannot be read. Without `--eval-data`, a task's own data have a held-out
+    file, and a user's `--data` may have a test file (`find_test_data`). Without either, `--eval-prompts` rows of
+    `--data`, chosen by `--seed`, are held out.
     """
     # here as below, not at the top: `--help` need not wait for them
     from harness.task.questions import find_sources, load_rows, read_renamed
-    from harness.task.row_checks import shared_questions, try_solutions
+    from harness.task.row_checks import check_votes, shared_questions, try_solutions
 
     scorer = load_scorer(config, more_weights)
     file, functions, filters = scorer.file, scorer.functions, (config.at_most, config.max_question_length)
@@ -94,6 +103,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(scorer, [*train_rows, *eval_rows])  # before a model is loaded
     scorer.try_out(train_rows[0])
+    if needs_votes:
+        check_votes(file, train_rows)
     if note := file.note():
         say(f"{file}: {note}", sys.stderr)
     task = Task(scorer, train_rows, eval_rows, tools=tools)

@@ -141,8 +141,12 @@ class TaskFile:
         return self._call("solution", row, kind=str | None, what="a str") if self.has("solution") else None
 
     def vote(self, row: dict, text: str) -> str | None:
-        """The answer in a completion, in one spelling, for tasks that define `vote`; None: no answer."""
-        return self._call("vote", row, text, kind=str | None, what="a str or None")
+        """The answer in a completion, in one spelling: the file's `vote`, else as in arithmetic; None: no answer."""
+        if self.has("vote"):
+            return self._call("vote", row, text, kind=str | None, what="a str or None")
+        arithmetic = import_named("arithmetic")
+        given = arithmetic.given_answer(text)
+        return None if given is None else arithmetic.normalize_answer(given)
 
     def tally(self, row: dict, text: str) -> dict[str, list[bool]]:
         """Verdicts on a completion, by name; an evaluation reports their shares over all questions."""

@@ -89,6 +89,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     ),
     "rewards/reward_model": Row(quick="killed"),
     "rewards/dpo": Row(),
+    "rewards/majority": Row("--max-new-tokens 24"),
     "rewards/likelihood": Row("--max-new-tokens 30 --epochs-per-step 2", quick="killed"),
     "imitation/sft": Row(
         "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3",

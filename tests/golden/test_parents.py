@@ -1,7 +1,8 @@
 """A sibling that is given its parent's algorithm is its parent, bit for bit: every inherited flag reaches it.
 
-Dr. GRPO needs `--critic-type grpo`, the three for many processes run in one process, and the two with several turns run
-without tools. The one with an inference engine runs without importance weights, with the policy itself as its engine.
+Dr. GRPO needs `--critic-type grpo`, the majority's reward other weights, the three for many processes run in one
+process, and the two with several turns run without tools. The one with an inference engine runs without importance
+weights, with the policy itself as its engine.
 smoke/test_flags.py shows the effect of each flag of the parent.
 """
 
@@ -29,6 +30,7 @@ AS_THE_PARENT = {  # the flags with which a sibling is experiment_base
     "scale/engine": "--importance-cap 0 --engine-url http://127.0.0.1:1",
     "scale/mesh": "",
     "scale/asynchronous": "--lag 0",
+    "rewards/majority": "--reward-weight correct=1 agreement=0",
     "experiment_multiturn_tool_calling": WITHOUT_TOOLS,
     "experiment_multiturn_qa": WITHOUT_TOOLS,
 }
@@ -128,7 +130,9 @@ def like(value: object, expected: object) -> object:
 def test_a_sibling_with_the_parents_algorithm_is_its_parent(run, flags, sibling):
     """Metrics, samples, weights and the optimizer's state."""
     base = contents(run("experiment_base", flags))
-    same = contents(run(sibling, f"{AS_THE_PARENT[sibling]} {flags}"))
+    own = AS_THE_PARENT[sibling]  # `--reward-weight` is given once
+    is_weight = own.startswith("--reward-weight") and "--reward-weight" in flags
+    same = contents(run(sibling, flags.replace("--reward-weight", own) if is_weight else f"{own} {flags}"))
     for run_of in (base, same):
         run_of["summary"] = {name: run_of["summary"][name] for name in ("before", "after")}
     parts = "checkpoints/" if sibling == "scale/mesh" else "no"  # written by torch.distributed.checkpoint

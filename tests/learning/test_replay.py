@@ -50,6 +50,7 @@ FLAGS_OF = {
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
 }
 LIKE_OTHERS = {"accelerate", "accelerate_ddp", "mesh", "multiturn_qa"}  # with one process, or another tool
+LIKE_OTHERS |= {"majority"}  # with another reward: unit/test_majority.py
 GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"

@@ -39,6 +39,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "flat": ("has not risen beyond noise", "--lr"),
     "below 0": ("returns below 0", "--reward-weight"),
     "searches": ("could not answer", "--search-url"),
+    "wrong majority": ("the majority is wrong", "--data"),
     "nothing right": ("of the held-out answers is right before", "--system-prompt"),
     "nothing kept": ("this step imitates nothing", "--keep-above"),
 }
@@ -155,6 +156,14 @@ STALE = {"policy/sampling_log_prob_difference": 0.41, "policy/staleness": 4.0}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
 FIRST = {"step": 0, "eval/greedy/accuracy": 0.0, "eval/sampled/accuracy": 0.0}
+
+
+def turn(first: float, last: float) -> list[dict[str, float]]:
+    """Ten steps with one accuracy, and some with another, while the agreement rises."""
+    accuracies = [first] * 10 + [last] * 10
+    return [{"reward/correct": value, "reward/agreement": 0.6 + 0.2 * (n >= 10)} for n, value in enumerate(accuracies)]
+
+
 HISTORIES = {  # steps; the rule that reports after the last one, and not before; a part of its sentence
     "cut off": ([{"completion/truncated": 0.3}] * 5, "cut off", "30% of the completions"),
     "never stops": ([{"completion/truncated": 1.0}] * 5, "cut off", "(none ended by itself: "),
@@ -192,6 +201,10 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
     "nothing is right later": ([FIRST | {"step": 80}], None, ""),
     "kept nothing": ([{"kept/share": 0.1}] * 3 + [{"kept/share": 0.0}], "nothing kept", "raise --group-size, ask"),
+    "a wrong majority": (turn(0.4, 0.2), "wrong majority", "since the best ten steps the agreement has risen from 0.60 "
+                         "to 0.80, and the accuracy has fallen from 0.40 to 0.20"),
+    "a right majority": (turn(0.4, 0.9), None, ""),
+    "agreement falls, too": ([row | {"reward/agreement": row["reward/correct"]} for row in turn(0.4, 0.2)], None, ""),
     "few fail": ([{"completion/failed_searches": 0.1, "reward/calls": 1.5}] * 6, None, ""),
 }  # fmt: skip
 
@@ -224,6 +237,7 @@ REPORTS_OF_RESULTS = {
     **{f"asynchronous/{run}": ["too old"] for run in ("none_seed0", "swap8_seed0", "swap8_seed2")},
     "asynchronous/none_seed2": ["too old", "cut off"],
     "likelihood/decimals_seed0": ["zero variance"],  # no thought makes the references probable
+    **{f"slips_seed{seed}": ["wrong majority"] for seed in range(3)},
     # an engine that keeps its initial weights
     **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
     "never_corrected_seed2": ["flat", "KL"],
