@@ -39,10 +39,11 @@ def try_solutions(scorer: Scorer, rows: list[Row]) -> None:
 
 
 def check_votes(file: TaskFile, rows: list[Row]) -> None:
-    """Refuse a task whose answers cannot be read: neither by its own `vote` nor, in its solutions, by the usual one."""
+    """Refuse a task in whose solutions no answer can be read; without solutions, say where answers are looked for."""
     solutions = [(row, text) for row in rows[:100] if (text := file.solution(row)) is not None]
-    is_read = any(file.vote(row, text) is not None for row, text in solutions) if solutions else file.has("vote")
-    if not is_read:
+    if not solutions and not file.has("vote"):
+        say(f"{file} defines no vote(row, text): the answer of a completion is the text in its only <answer>")
+    if solutions and not any(file.vote(row, text) is not None for row, text in solutions):
         raise UserError(
             f"{file}: its answers cannot be read, so that completions cannot vote: define vote(row, text), which "
             "returns the answer of a completion (docs/your_task.md)"

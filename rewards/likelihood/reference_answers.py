@@ -28,8 +28,10 @@ def load_answered_task(config: RunConfig) -> Task:
     """The task of a run that pays for the likelihood: the task's own components are logged, unless they get a weight.
 
     Raises:
-        UserError: a training row has no reference answer.
+        UserError: a training row has no reference answer, or --before-answer is empty.
     """
+    if not config.before_answer:
+        raise UserError("--before-answer is empty: it is the text that ends a thought and begins the answer")
     task = load_task(config, more_weights={"likelihood": 1.0})
     given = parse_numbers("--reward-weight", config.reward_weight)
     task.scorer.weights |= {name: given.get(name, 0.0) for name in task.file.weights}

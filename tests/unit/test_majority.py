@@ -112,7 +112,7 @@ AS_TEXT = "def solution(row): return '#### 2'\n"
 @pytest.mark.parametrize(
     ("more", "is_readable"),
     [
-        ("", False),
+        ("", True),
         (AS_TEXT, False),
         (IN_TAGS, True),
         ("def vote(row, text): return text or None\n", True),
@@ -120,11 +120,12 @@ AS_TEXT = "def solution(row): return '#### 2'\n"
         (AS_TEXT + "def vote(row, text): return None\n", False),
     ],
 )
-def test_a_task_is_refused_if_its_answers_cannot_be_read(tmp_path, more, is_readable):
+def test_a_task_is_refused_if_its_answers_cannot_be_read(tmp_path, more, is_readable, capsys):
     (tmp_path / "my_task.py").write_text(A_TASK + more)
     file = TaskFile(import_file(tmp_path / "my_task.py", "task", "my_task.py")[0], "my_task.py")
     if is_readable:
         check_votes(file, [{"question": "?"}])
+        assert ("the text in its only <answer>" in capsys.readouterr().out) == (more == "")
         return
     with pytest.raises(UserError, match=r"^--task my_task\.py: its answers cannot be read.* define vote\(row, text\)"):
         check_votes(file, [{"question": "?"}])
