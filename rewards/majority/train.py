@@ -12,7 +12,7 @@ becomes surely wrong, and its reward rises all the same. The component `correct`
 weight 0: nobody who lacks the answers has it.
 
     python rewards/majority/train.py
-    python rewards/majority/train.py --task prompts --data questions.jsonl --system-prompt ""    # no answers in the file
+    python rewards/majority/train.py --task prompts --data questions.jsonl --system-prompt ""   # no answers in the file
     python -m viewer.diff rewards/majority
 
 Parent: experiment_base, whose shapes are used here, too.
