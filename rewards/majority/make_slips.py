@@ -15,6 +15,8 @@ import random
 import re
 from pathlib import Path
 
+from harness.base.terminal import say
+
 DATA = Path(__file__).resolve().parents[2] / "data"
 SHARE = 0.6  # the mistake has the majority
 MAX_TOTAL = 199  # of the bundled questions: the policy has not learned to write larger sums
@@ -56,7 +58,7 @@ def write(name: str, rows: list[dict]) -> None:
     path = Path("runs") / f"slips_{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} rows: {path}")
+    say(f"{len(rows)} rows: {path}")
 
 
 def main() -> None:
