@@ -45,7 +45,7 @@ def open_page(browser) -> Iterator[Callable]:
 
     def open_at(address: Path | str, **context):
         page = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | context)).new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.faults, page.requests = [], []
         page.on("console", lambda message: page.faults.append(message.text) if message.type != "log" else None)
         page.on("pageerror", lambda error: page.faults.append(str(error)))

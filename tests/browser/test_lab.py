@@ -32,7 +32,7 @@ def open_lab(lab, open_page):
     return open_at
 
 
-def wait_for(page, condition: str, timeout: int = 10_000) -> None:
+def wait_for(page, condition: str, timeout: int = 60_000) -> None:
     page.wait_for_function(f"() => {{ const {{ run }} = lab.state(); return {condition}; }}", timeout=timeout)
 
 
