@@ -273,7 +273,7 @@ def assert_alike(found: Path, expected: Path) -> None:
     errors = [(new[name] - old[name]).norm().item() for name in old]
     lr = json_of(expected / "config.json")["lr"]  # of checkpoints in parts the weights are not known
     moves = [(old[name] - first[name]).norm().item() if first else lr * old[name].numel() ** 0.5 for name in old]
-    assert math.hypot(*errors) <= 0.02 * math.hypot(*moves) + 1e-6
+    assert math.hypot(*errors) <= 0.02 * math.hypot(*moves) + 1e-5  # of the first update, which `moves` leave out
 
 
 def assert_close(value: object, expected: object) -> None:
