@@ -44,14 +44,17 @@ def load_answered_task(config: RunConfig) -> Task:
 def reference_answer(config: RunConfig, task: Task, row: Row) -> str:
     """The answer between `--before-answer` and its end in the task's `solution(row)`, or else the row's field `answer`.
 
+    Of a list, as --task qa has for several spellings, it is the first.
+
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is neither text nor a number.
     """
     solution, marker = task.file.solution(row), config.before_answer
     if solution is not None and marker not in solution:
         raise UserError(f"{row.place}: the solution of {task.file} has no {marker!r}: give another --before-answer")
     answer = task.file.right_answer(row)
-    if answer is None or not str(answer).strip():
+    answer = answer[0] if isinstance(answer, list) and answer else answer
+    if not isinstance(answer, str | int | float) or not str(answer).strip():
         raise UserError(f'{row.place}: no reference answer: a row needs a field "answer", or its task a solution(row)')
     return str(answer)
 

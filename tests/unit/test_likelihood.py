@@ -236,6 +236,8 @@ UNTAGGED = {"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwa
     ("gsm8k", {"question": "?", "answer": "20+38=<<20+38=58>>58\n#### 58"}, "58"),
     ("math", {"problem": "?", "answer": r"\frac{1}{2}"}, r"\frac{1}{2}"),
     ("countdown", {"nums": [3, 5], "target": 8}, "3+5"),
+    ("qa", {"question": "?", "answer": ["Jo", "Joseph"]}, "Jo"),
+    ("prompts", {"prompt": "Why?", "answer": [["Jo"]]}, "no reference answer"),
     ("prompts", {"prompt": "Why?"}, 'no reference answer: a row needs a field "answer", or its task a solution'),
     ("instructions", UNTAGGED, "has no '<answer>': give another --before-answer"),
 ])  # fmt: skip
