@@ -44,7 +44,7 @@ def load_answered_task(config: RunConfig) -> Task:
 def reference_answer(config: RunConfig, task: Task, row: Row) -> str:
     """The answer between `--before-answer` and its end in the task's `solution(row)`, or else the row's field `answer`.
 
-    Of a list, as --task qa has for several spellings, it is the first.
+    Of a list of spellings it is the first.
 
     Raises:
         UserError: there is none, or it is neither text nor a number.
