@@ -243,7 +243,13 @@ class RunConfig(AskedConfig):
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
     reward_model: OfJudge[InputPath | None] = None
     reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
-    # the part of a completion that the reward model sees: all after this tag, e.g. "</think>"; or a JSON file of tags
+    # a rubric: a JSONL file of yes/no questions, each a component whose value is the judge's probability of yes
+    judge: OfJudge[InputPath | None] = None
+    # the language model that answers the rubric: a directory or a hub id; with --judge-url, the model's name there
+    judge_model: OfJudge[InputPath | None] = None
+    # the address of a server that speaks OpenAI's protocol and returns log-probs, instead of a model in this process
+    judge_url: OfJudge[str | None] = None
+    # the part of a completion that these see: all after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
     strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead

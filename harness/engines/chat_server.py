@@ -1,6 +1,7 @@
 """A language model behind a server that speaks OpenAI's protocol for chat completions, as `vllm serve MODEL` does."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,16 +50,29 @@ class ChatServer(VLLM):
 
     async def chat(self, body: dict) -> tuple[str, str]:
         """One answer. A thought that the server has taken out of the text is put back in front of it."""
-        for pause in (*PAUSES, None):
-            try:
-                answer = await self._ask("POST", "/v1/chat/completions", body, seconds=self._seconds)
-                break
-            except RefusedError as refused:
-                if refused.status not in BUSY or pause is None:
-                    raise
-                await asyncio.sleep(pause)
+        answer = await self._patiently(body)
         with self.reading("something other than a chat completion"):
             (choice,) = answer["choices"]
             message = choice["message"]
             text, thought = (message["content"] or ""), message.get("reasoning") or message.get("reasoning_content")
             return (f"<think>{thought}</think>" if thought else "") + text, str(choice["finish_reason"])
+
+    async def first_token(self, messages: list[dict]) -> list[tuple[str, float]]:
+        """The most probable first tokens of an answer, 20 at most, and their probabilities."""
+        body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 1.0}
+        answer = await self._patiently(body | {"logprobs": True, "top_logprobs": 20})
+        with self.reading("a chat completion without log-probs (logprobs, top_logprobs)"):
+            (choice,) = answer["choices"]
+            tokens = choice["logprobs"]["content"][0]["top_logprobs"]
+            return [(str(token["token"]), math.exp(token["logprob"])) for token in tokens]
+
+    async def _patiently(self, body: dict) -> dict:
+        """The server's answer; a server that is busy is asked again, after longer and longer pauses."""
+        for pause in (*PAUSES, None):
+            try:
+                return await self._ask("POST", "/v1/chat/completions", body, seconds=self._seconds)
+            except RefusedError as refused:
+                if refused.status not in BUSY or pause is None:
+                    raise
+                await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")

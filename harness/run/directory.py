@@ -84,7 +84,7 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
     num_processes = machine.get("processes", 1)
     say(f"settings of {num_processes} processes:" if num_processes > 1 else "settings:")
-    has_judge = getattr(config, "reward_model", None) or getattr(config, "reward_model_url", None)
+    has_judge = any(getattr(config, name, None) for name in ("reward_model", "reward_model_url", "judge"))
     for group, fields in group_fields(config).items():
         if group == Group.JUDGE.value and not has_judge:
             continue

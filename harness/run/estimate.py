@@ -154,9 +154,11 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         "reference": 4 * shape.parameters / (shards if launch in MESH else 1) if has_reference else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }
-    if getattr(config, "reward_model", None):
-        judged = 2 if torch.device(config.device).type == "cuda" else 4
-        held["reward model"] = judged * Shape(replace(config, model=config.reward_model)).parameters
+    judges = {"reward model": getattr(config, "reward_model", None), "judge": getattr(config, "judge_model", None)}
+    for judge, model in judges.items():
+        if model is not None and (judge != "judge" or config.judge_url is None):
+            judged = 2 if torch.device(config.device).type == "cuda" else 4
+            held[judge] = judged * Shape(replace(config, model=model)).parameters
     if getattr(config, "teacher", None) and config.teacher_url is None:
         held["teacher"] = arithmetic * Shape(replace(config, model=config.teacher)).parameters
     if lag := getattr(config, "lag", 0):

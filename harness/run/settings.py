@@ -29,7 +29,8 @@ NOT_FLAGS |= {"changed"}  # the names of the settings that are not the defaults
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
-MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel", "watch")
+MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url")
+MAY_CHANGE += ("judge_url", "tensor_parallel", "watch")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 
@@ -103,7 +104,7 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: the source and its SHA-256 or hub commit; one process of each machine computes the model's."""
     sources = {
         name: getattr(config, name, None)
-        for name in ("chat_template", "data", "tools", "reward_model", "reward_functions")
+        for name in ("chat_template", "data", "tools", "reward_model", "reward_functions", "judge")
     }
     if is_first_here():
         sources |= {"model": config.model_path or config.model}

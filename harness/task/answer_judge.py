@@ -1,4 +1,7 @@
-"""A judge: a reward model that scores answers, in this process or on a server. It never sees a completion's thought."""
+"""A judge: a reward model, or a language model with a rubric, in this process or on a server.
+
+With `--answer-begins` it never sees a completion's thought.
+"""
 
 import asyncio
 import math
@@ -17,26 +20,33 @@ from harness.models.reward_loading import load_reward_model
 
 Messages = list[dict]
 
+PREFERENCE = "preference"  # the component of a reward model
+
 
 class Judge:
-    """Scores answers; `score_conversations` is the reward model.
+    """Scores answers; `score_conversations` is a reward model, or a language model with a rubric.
 
-    With `tags` it sees only the text after the thought, in its own template. A completion without an answer gets
-    `floor`; with `strict` so does every completion that is not one thought followed by one answer.
+    Args:
+        score_conversations: the reward components of the last turn of each conversation.
+        weights: of the components.
+        floor: the components of a completion without an answer; with `strict`, of every completion that is not one
+            thought followed by one answer.
+        tags: the judge sees only the text after the thought, in its own template; None: the whole completion.
     """
 
     def __init__(
         self,
-        score_conversations: Callable[[list[Messages]], list[float]],
+        score_conversations: Callable[[list[Messages]], list[dict[str, float]]],
+        weights: dict[str, float],
+        floor: dict[str, float],
         tags: ThoughtFormat | None = None,
         strict: bool = False,
-        floor: float = -10.0,
     ):
-        self._score_conversations = score_conversations
-        self._tags, self._strict, self._floor = tags, strict, floor
+        self._score_conversations, self.weights, self._floor = score_conversations, weights, floor
+        self._tags, self._strict = tags, strict
 
-    def score(self, prompts: list[Messages], texts: list[str]) -> list[float]:
-        """The score of each completion, given the messages that it answers."""
+    def score(self, prompts: list[Messages], texts: list[str]) -> list[dict[str, float]]:
+        """The components of each completion, given the messages that it answers."""
         answers = [self._answer(text) for text in texts]
         conversations = {
             index: [*prompts[index], {"role": "assistant", "content": answer}]
@@ -44,32 +54,48 @@ class Judge:
             if answer is not None
         }
         scores = dict(zip(conversations, self._score_conversations(list(conversations.values())), strict=True))
-        if not all(map(math.isfinite, scores.values())):
-            raise UserError("the reward model has given an answer a score that is not a finite number")
+        if not all(math.isfinite(value) for components in scores.values() for value in components.values()):
+            raise UserError("the judge has given an answer a score that is not a finite number")
         return [scores.get(index, self._floor) for index in range(len(texts))]
 
     def _answer(self, text: str) -> str | None:
         return (text if text.strip() else None) if self._tags is None else answer_of(text, self._tags, self._strict)
 
 
-def load_judge(config: RunConfig) -> Judge | None:
-    """The judge of `--reward-model` or `--reward-model-url`; None if neither is given."""
+def load_judges(config: RunConfig) -> list[Judge]:
+    """The judges of `--reward-model` or `--reward-model-url`, and of `--judge`."""
     given = [name for name in ("reward_model", "reward_model_url") if getattr(config, name, None)]
+    rubric = getattr(config, "judge", None)
     if len(given) > 1:
-        raise UserError("--reward-model and --reward-model-url are two judges: give one")
-    if not given:
+        raise UserError("--reward-model and --reward-model-url are the same judge in two places: give one")
+    if rubric is None and (name := next((n for n in ("judge_model", "judge_url") if getattr(config, n, None)), None)):
+        raise UserError(f"--{name.replace('_', '-')} answers a rubric: give --judge FILE")
+    if not given and rubric is None:
         for name in ("answer_begins", "strict", "stop_when"):
             value = getattr(config, name, None)
             if value and (name != "stop_when" or value == "over-optimised"):
-                raise UserError(f"--{name.replace('_', '-')} is about a reward model: give --reward-model")
-        return None
+                raise UserError(f"--{name.replace('_', '-')} is about a judge: give --reward-model, or --judge")
+        return []
     if config.strict and config.answer_begins is None:
         raise UserError("--strict needs to tell a thought from an answer: give --answer-begins")
-    tags = None if config.answer_begins is None else read_format(config.answer_begins)
+    seen = (None if config.answer_begins is None else read_format(config.answer_begins), config.strict)
+    judges = []
+    if given:
+        floor = {PREFERENCE: -config.no_answer_penalty}
+        judges.append(Judge(_load_reward_model(config), {PREFERENCE: 1.0}, floor, *seen))
+    if rubric is not None:
+        from harness.task.rubric import load_rubric  # not at the top: few runs have one
+
+        asked = load_rubric(config)
+        judges.append(Judge(asked.score, asked.weights, asked.worst, *seen))
+    return judges
+
+
+def _load_reward_model(config: RunConfig) -> Callable[[list[Messages]], list[dict[str, float]]]:
     if getattr(config, "estimate", False):  # nothing will be scored
-        return Judge(lambda _: [], tags, config.strict)
+        return lambda _: []
     score = _score_here(config) if config.reward_model else _score_by_server(config.reward_model_url)
-    return Judge(score, tags, config.strict, -config.no_answer_penalty)
+    return lambda conversations: [{PREFERENCE: value} for value in score(conversations)]
 
 
 def _score_here(config: RunConfig) -> Callable[[list[Messages]], list[float]]:

@@ -1,7 +1,8 @@
-"""Turns completions into rewards: the components of the task's file, of a judge, and of `--reward-functions`."""
+"""Turns completions into rewards: the components of the task's file, of judges, and of `--reward-functions`."""
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
@@ -17,15 +18,13 @@ if TYPE_CHECKING:  # most runs have none
     from harness.task.answer_judge import Judge
     from harness.task.reward_functions import RewardFunctions
 
-PREFERENCE = "preference"  # the judge's component
-
 
 class Scorer:
     """The reward components of completions, and their weights.
 
     `given` are NAME=NUMBER, as in `--reward-weight`; `more_weights` belong to components that the experiment adds, or
     to `correct`, whose weight it can change.
-    `functions` are asked with `system_prompt`; their components, and the judge's, have the weight 1 unless it is given.
+    `functions` are asked with `system_prompt`; their components have the weight 1 unless it is given.
     """
 
     def __init__(
@@ -33,15 +32,18 @@ class Scorer:
         file: TaskFile,
         given: tuple[str, ...] = (),
         more_weights: dict[str, float] | None = None,
-        judge: "Judge | None" = None,
+        judges: "Sequence[Judge]" = (),
         functions: "RewardFunctions | None" = None,
         system_prompt: str = "",
     ):
-        self.file, self.judge, self.functions, self._system_prompt = file, judge, functions, system_prompt
+        self.file, self.judges, self.functions, self._system_prompt = file, judges, functions, system_prompt
         names = [] if functions is None else functions.names
-        if taken := {"total", PREFERENCE, *(more_weights or {})} & set(names):
+        judged = {name: weight for judge in judges for name, weight in judge.weights.items()}
+        if taken := {"total", *judged, *(more_weights or {})} & set(names):
             raise UserError(f"--reward-functions: the name {min(taken)!r} is taken: give the function another one")
-        added = (more_weights or {}) | dict.fromkeys(names, 1.0) | ({} if judge is None else {PREFERENCE: 1.0})
+        if taken := {"total", *file.weights, *(more_weights or {})} & judged.keys():
+            raise UserError(f"--judge: the name {min(taken)!r} is taken: give the question another one")
+        added = (more_weights or {}) | dict.fromkeys(names, 1.0) | judged
         if taken := file.weights.keys() & {"total", *added} - {"correct"}:
             raise UserError(f"{file}: the name {min(taken)!r} is taken: give the reward component another one")
         self.weights = file.weights | added  # those in use
@@ -50,7 +52,7 @@ class Scorer:
                 raise UserError(f"--reward-weight {component}: {file} has the components {', '.join(self.weights)}")
             self.weights[component] = weight
         # Of the components with a weight, without those that the experiment adds
-        self.paid = [name for name in (*file.weights, PREFERENCE, *names) if self.weights.get(name)]
+        self.paid = [name for name in (*file.weights, *judged, *names) if self.weights.get(name)]
         self.fault: TaskError | None = None  # the first number that is not finite
         self._has_unpaid = False  # whether a completion had no reward with a weight, which is said once
 
@@ -91,16 +93,16 @@ class Scorer:
     def reward_together(
         self, rows: list[Row], texts: list[str], completions: list[Trajectory]
     ) -> list[dict[str, float]]:
-        """The components of the judge and of `--reward-functions`, which get all completions at once, in order.
+        """The components of the judges and of `--reward-functions`, which get all completions at once, in order.
 
-        The functions see what the policy was asked; the judge sees no system turn, which is meant for the policy. A
+        The functions see what the policy was asked; the judges see no system turn, which is meant for the policy. A
         component that does not apply to a completion is left out.
         """
         rewards: list[dict[str, float]] = [{} for _ in rows]
-        if self.judge is not None:
-            asked = list(map(self.file.messages, rows))
-            scores = call_once(lambda: self.judge.score(asked, texts) if rows else [])
-            rewards = [{PREFERENCE: score} for score in scores]
+        asked = list(map(self.file.messages, rows)) if self.judges else []
+        for judge in self.judges:
+            scores = call_once(lambda judge=judge: judge.score(asked, texts) if rows else [])
+            rewards = [one | other for one, other in zip(rewards, scores, strict=True)]
         if self.functions is not None:
             found = self._call_functions(rows, texts, completions)
             rewards = [one | other for one, other in zip(rewards, found, strict=True)]

@@ -125,19 +125,19 @@ def load_task(
 
 
 def load_scorer(config: RunConfig, more_weights: dict[str, float] | None = None) -> Scorer:
-    """The rewards of a run, with the judge and the functions that the settings name."""
-    from harness.task.answer_judge import load_judge
+    """The rewards of a run, with the judges and the functions that the settings name."""
+    from harness.task.answer_judge import load_judges
 
-    judge, functions = load_judge(config), None
+    judges, functions = load_judges(config), None
     if config.reward_functions is not None:
         from harness.task.reward_functions import RewardFunctions
 
         functions = RewardFunctions(config.reward_functions)
     file, prompt = task_of(config.task), config.system_prompt or ""
-    scorer = Scorer(file, config.reward_weight, more_weights, judge, functions, prompt)
+    scorer = Scorer(file, config.reward_weight, more_weights, judges, functions, prompt)
     if not any(scorer.weights.values()):
-        judge = "give a --reward-model, or raise one with --reward-weight"
-        raise UserError(f"{file}: the weights of all components are 0, so that nothing would be learned: {judge}")
+        remedy = "give a --reward-model or a --judge, or raise one with --reward-weight"
+        raise UserError(f"{file}: the weights of all components are 0, so that nothing would be learned: {remedy}")
     return scorer
 
 

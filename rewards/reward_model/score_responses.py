@@ -25,7 +25,7 @@ from harness.cli.parse import parse_config
 from harness.data.growing_file import grow
 from harness.data.rows import Row
 from harness.run.start import run_main
-from harness.task.answer_judge import Judge, load_judge
+from harness.task.answer_judge import PREFERENCE, Judge, load_judges
 from harness.task.responses import as_messages, read_responses
 
 
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     if (config.by is None) == (config.reward_model is None and config.reward_model_url is None):
         raise UserError("say who scores: --by COMPONENT, --reward-model or --reward-model-url, and only one of them")
     if config.by is not None:
-        load_judge(config)  # refuses the flags of a judge
-    judge = functools.cache(lambda: load_judge(config))  # not loaded if nothing is left to do
+        load_judges(config)  # refuses the flags of a judge
+    judge = functools.cache(lambda: load_judges(config)[0])  # not loaded if nothing is left to do
 
     def score(batch: list[Row]) -> list[dict]:
         if config.by is not None:
@@ -84,7 +84,8 @@ def reward_of(row: Row, response: dict, component: str) -> float:
 def judged(judge: Judge, batch: list[Row]) -> list[float]:
     """The judge's scores; it sees the prompt without the system turn that was meant for the policy."""
     asked = [(as_messages(row["prompt"]), response["text"]) for row in batch for response in row["responses"]]
-    return judge.score([messages for messages, _ in asked], [text for _, text in asked])
+    scores = judge.score([messages for messages, _ in asked], [text for _, text in asked])
+    return [score[PREFERENCE] for score in scores]
 
 
 if __name__ == "__main__":
