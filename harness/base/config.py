@@ -62,7 +62,7 @@ class Group(Enum):
 
     POLICY = "policy"
     DATA = "data and task"
-    JUDGE = "reward model"
+    JUDGE = "judge"
     TEACHER = "teacher"
     SEARCH = "search"
     ENGINE = "engine"
@@ -257,7 +257,7 @@ class RunConfig(AskedConfig):
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
     # end early once a metric of a step has a value, in quotes: "eval/greedy/accuracy>=0.9" (or <=, >, <); or, with a
-    # reward model, over-optimised: when its score rises while the held-out accuracy falls
+    # judge or reward model, over-optimised: when a reward rises while the held-out accuracy falls
     stop_when: OfEvaluation[str | None] = None
     # NAME=SOURCE: further held-out questions of the task, each with its own curve, eval/NAME/greedy/accuracy
     eval_sets: OfEvaluation[tuple[str, ...]] = ()

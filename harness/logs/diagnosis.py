@@ -12,7 +12,7 @@ from harness.base.config import PolicyConfig
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 ALL_EQUAL = "all rewards of every group are equal"
-OVER_OPTIMISED = "the reward model is over-optimised"
+OVER_OPTIMISED = "a reward is over-optimised"
 WRONG_MAJORITY = "the majority is wrong"
 # Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
 OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline", "kept/share"}
@@ -70,18 +70,20 @@ class Diagnosis:
         spread = self._mean(f"reward/{reward}", 10, lambda means: max(means) - min(means))
         return spread == self._mean(f"reward_std/{reward}", 10, max) == 0 and "teacher/kl" not in self._history[-1]
 
-    def _over_optimised(self) -> tuple[int, float, float, tuple[float, float]] | None:
-        """The step of the best held-out accuracy, it, the newest, and both scores, if these rose while it fell."""
-        proxy, gold = "eval/greedy/reward_preference", "eval/greedy/accuracy"
-        entries = [entry for entry in self._history if proxy in entry and gold in entry]
-        if len(entries) < 2:
-            return None
-        best, last = max(entries, key=lambda entry: entry[gold]), entries[-1]
-        then, now = best[gold], last[gold]
-        noise = (2 * then * (1 - then) / self._config.eval_prompts) ** 0.5  # of a difference
-        has_fallen = then - now > max(0.05, 2 * noise)
-        is_over = has_fallen and last[proxy] > best[proxy]
-        return (best["step"], then, now, (best[proxy], last[proxy])) if is_over else None
+    def _over_optimised(self) -> tuple[str, int, tuple[float, float], tuple[float, float]] | None:
+        """A reward that has risen since the best held-out accuracy, whose step it is, while that fell; both, twice."""
+        gold = "eval/greedy/accuracy"
+        for name in self._rewards:
+            proxy = f"eval/greedy/reward_{name}"  # there is none of `correct`
+            entries = [entry for entry in self._history if proxy in entry and gold in entry]
+            if len(entries) < 2:
+                continue
+            best, last = max(entries, key=lambda entry: entry[gold]), entries[-1]
+            then, now = best[gold], last[gold]
+            noise = (2 * then * (1 - then) / self._config.eval_prompts) ** 0.5  # of a difference
+            if then - now > max(0.05, 2 * noise) and last[proxy] > best[proxy]:
+                return name, best["step"], (best[proxy], last[proxy]), (then, now)
+        return None
 
     def _wrong_majority(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
         """Accuracy and agreement, in the ten steps of the best accuracy and in the last ten, if one fell, one rose."""
@@ -210,12 +212,12 @@ class Diagnosis:
                     "samples.jsonl: does the reward pay what you want?"
                 )
         if (fall := self._over_optimised()) is not None:
-            best, then, now, proxies = fall
+            name, best, (proxy, risen), (gold, fallen) = fall
             found[OVER_OPTIMISED] = (
-                f"the reward model is over-optimised: since step {best} its score of the held-out answers has risen "
-                f"from {proxies[0]:.2f} to {proxies[1]:.2f}, and their accuracy has fallen from {then:.2f} to "
-                f"{now:.2f}: stop there (--steps, or --stop-when over-optimised), raise --kl-weight, or train the "
-                "reward model on more pairs"
+                f"the reward {name!r} is over-optimised: since step {best} it has risen from {proxy:.2f} to {risen:.2f}"
+                f" on the held-out answers, and their accuracy has fallen from {gold:.2f} to {fallen:.2f}: stop there "
+                "(--steps, or --stop-when over-optimised), raise --kl-weight, or pay for the accuracy, too "
+                "(--reward-weight); a reward model can learn from more pairs"
             )
         if (pair := self._wrong_majority()) is not None:
             (then, agreed), (now, agrees) = pair

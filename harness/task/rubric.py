@@ -36,6 +36,7 @@ from harness.models.loading import load_policy
 Messages = list[dict]
 Asked = tuple[float, float]  # the probabilities of "yes" and of "no"
 
+WORDS = ("yes", "no")
 LAYOUT = "Request: {prompt}\n\nAnswer: {answer}\n\n"  # above a question that has no {answer}
 FIELDS = {"question": str, "name": str, "weight": (int, float), "examples": list}
 UNREAD = 0.01  # below this probability of yes or no together, the judge has answered something else
@@ -155,10 +156,10 @@ class Rubric:
     def _tell_of_unread(self, verdicts: list[float | None]) -> None:
         unread = verdicts.count(None)
         if unread and not self._has_told:
+            self._has_told = True
             problem = f"the judge begins {unread} of {len(verdicts)} answers with neither yes nor no"
             if unread == len(verdicts) > 1:
                 raise UserError(f"{problem}: does it think first? Choose another judge or template, or add examples")
-            self._has_told = True
             say(f"{problem}: these count as its worst verdict")
 
 
@@ -178,8 +179,10 @@ class _FirstWord(nn.Module):
     def __init__(self, policy: Policy):
         super().__init__()
         self._policy, self.pad_id = policy, policy.pad_id
-        texts = policy.tokenizer.batch_decode([[i] for i in range(len(policy.tokenizer))])
-        self._ids = [[i for i, text in enumerate(texts) if spells(text) == word] for word in ("yes", "no")]
+        yes, no = (
+            {policy.tokenizer.encode(text, add_special_tokens=False)[0] for text in spellings(word)} for word in WORDS
+        )
+        self.ids = sorted(yes - no), sorted(no - yes)  # some tokenizers begin both with a token for the space
 
     @property
     def device(self) -> torch.device:
@@ -197,16 +200,16 @@ class _FirstWord(nn.Module):
             hidden = decoder(sequences[:, begin:], past_key_values=cache, use_cache=True).last_hidden_state
             last = hidden[torch.arange(len(sequences)), last - begin]
             probabilities = model.get_output_embeddings()(last).float().softmax(dim=-1)  # (B, V)
-        return torch.stack([probabilities[:, ids].sum(dim=1) for ids in self._ids], dim=1)
+        return torch.stack([probabilities[:, ids].sum(dim=1) for ids in self.ids], dim=1)
 
 
-def spells(token: str) -> str:
-    """The word that a token is, whatever its case and the space around it.
+def spellings(word: str) -> list[str]:
+    """How a model may begin its answer with a word.
 
-    >>> spells(" Yes"), spells("nothing")
-    ('yes', 'nothing')
+    >>> spellings("yes")
+    ['yes', ' yes', 'Yes', ' Yes', 'YES', ' YES']
     """
-    return token.strip(" \n▁Ġ").lower()
+    return [space + text for text in (word, word.capitalize(), word.upper()) for space in ("", " ")]
 
 
 def _ask_here(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
@@ -219,8 +222,8 @@ def _ask_here(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
     except UserError as error:
         raise UserError(str(error).replace("--model", "--judge-model")) from error
     judge, longest = _FirstWord(policy.requires_grad_(False)), context_of(policy.model.config)
-    if not all(judge._ids):
-        raise UserError(f"{given}: its tokenizer has no token for yes or none for no")
+    if not all(judge.ids):
+        raise UserError(f"{given}: its tokenizer begins yes and no with the same token")
     say(f"{given} is the judge: {sum(weight.numel() for weight in policy.model.parameters()):,} parameters")
 
     def ask(conversations: list[Messages]) -> list[Asked]:
@@ -240,7 +243,7 @@ def _ask_server(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
     async def ask_one(messages: Messages, free: asyncio.Semaphore) -> Asked:
         async with free:
             found = await server.first_token(messages)
-        return tuple(math.fsum(p for token, p in found if spells(token) == word) for word in ("yes", "no"))
+        return tuple(math.fsum(p for token, p in found if token.strip().lower() == word) for word in WORDS)
 
     async def ask_all(conversations: list[Messages]) -> list[Asked]:
         free = asyncio.Semaphore(MOST_REQUESTS)

@@ -26,7 +26,7 @@ from common.reward_model import RewardModel, score_rows
 from harness.base.config import TINY_POLICY, PolicyConfig
 from harness.models.loading import load_policy
 from harness.models.reward_loading import load_reward_model, new_reward_model
-from harness.task.answer_judge import Judge, load_judge
+from harness.task.answer_judge import PREFERENCE, Judge, load_judges
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
@@ -121,6 +121,11 @@ def test_a_conversation_is_rendered_for_the_judge_as_in_its_training():
     assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
 
 
+def judged(config, texts: list[str]) -> list[float]:
+    (judge,) = load_judges(config)
+    return [score[PREFERENCE] for score in judge.score([QUESTION] * len(texts), texts)]
+
+
 @pytest.mark.parametrize("tokenizer", ["llama", "qwen2"])
 def test_a_judge_with_its_own_tokenizer_and_template_sees_only_the_answer(save_judge, tokenizer):
     """The bundled policy's texts, in the words of another tokenizer; a Llama has no pad token."""
@@ -128,7 +133,7 @@ def test_a_judge_with_its_own_tokenizer_and_template_sees_only_the_answer(save_j
     names = {"reward_model": str(path), "reward_model_url": None, "answer_begins": "</think>", "strict": True}
     config = SimpleNamespace(device="cpu", generation_batch_size=4, no_answer_penalty=7.0, **names)
     texts = ["<think>20+38=58</think>It is 58.", "<think>no idea</think>It is 58.", "It is 58.", "<think>20+38"]
-    scores = load_judge(config).score([QUESTION] * 4, texts)
+    scores = judged(config, texts)
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
     assert scores[2:] == [-7.0, -7.0]
     own = AutoTokenizer.from_pretrained(path)
@@ -137,12 +142,12 @@ def test_a_judge_with_its_own_tokenizer_and_template_sees_only_the_answer(save_j
     with torch.no_grad():
         assert scores[0] == pytest.approx(plain(torch.tensor([ids])).logits.item(), abs=1e-5)
     config.strict = False
-    assert load_judge(config).score([QUESTION] * 4, texts)[2:] == [pytest.approx(scores[0], abs=1e-6), -7.0]
+    assert judged(config, texts)[2:] == [pytest.approx(scores[0], abs=1e-6), -7.0]
 
 
 def test_a_score_that_is_no_number_ends_the_run():
     with pytest.raises(UserError, match="not a finite number"):
-        Judge(lambda conversations: [float("nan")] * len(conversations)).score([QUESTION], ["58"])
+        Judge(lambda _: [{PREFERENCE: float("nan")}], {PREFERENCE: 1.0}, {PREFERENCE: 0.0}).score([QUESTION], ["58"])
 
 
 def test_a_reward_model_that_cannot_judge_is_refused(save_judge):
@@ -164,7 +169,7 @@ def test_a_conversation_that_is_too_long_for_the_judge_is_refused(save_judge, se
     config = SimpleNamespace(device="cpu", generation_batch_size=4, no_answer_penalty=0.0, reward_model=str(path))
     vars(config).update(reward_model_url=None, answer_begins=None, strict=False)
     with pytest.raises(UserError, match=r"answer has [3-9]\d\d tokens for the reward model, which reads 64 at most"):
-        load_judge(config).score([QUESTION] * 2, ["58 " * 100, "58"])
+        judged(config, ["58 " * 100, "58"])
 
 
 def test_the_loss_equals_a_slow_loop():

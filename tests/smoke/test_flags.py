@@ -730,7 +730,7 @@ def final_lr(new, old):
 def test_every_flag_has_an_entry(load_script, setup):
     """`estimate`, `gpus` and `gpu_memory` are in models/test_estimate.py, `watch` in test_watch.py.
 
-    The flags of reward models are in test_reward_model_runs.py.
+    The flags of reward models are in test_reward_model_runs.py, those of a rubric in models/test_rubric.py.
     """
     flags = {field.name for field in dataclasses.fields(load_script(setup).Config)}
     flags |= {"data", "eval_every"} if setup == LESSONS else set()  # of its parent; it has none
@@ -739,6 +739,7 @@ def test_every_flag_has_an_entry(load_script, setup):
     setups = (setup, SFT) if setup == LESSONS else (setup,)
     known = set().union(*(change.flags for change in CHANGES if change.setup in setups))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty"} & flags
+    judged |= {"judge", "judge_model", "judge_url"} & flags
     known = known - {"no_pack"} | {"pack", "keep_checkpoints"}  # the latter is in settings.yaml
     refused = {"data", "device", "model", "resume"}  # what does not exist: refusals.txt
     assert known | judged | elsewhere | refused | {"estimate", "gpus", "gpu_memory", "watch"} == flags

@@ -167,7 +167,7 @@ def evaluations(*pairs: tuple[float, float]) -> list[dict]:
     ([(0.0, 0.2)], False),
 ])  # fmt: skip
 def test_over_optimisation_is_told_once(pairs, is_found):
-    diagnosis = Diagnosis(RunConfig(eval_prompts=256))
+    diagnosis = Diagnosis(RunConfig(eval_prompts=256), ["correct", "preference"])
     said = [sentence for row in evaluations(*pairs) for sentence in diagnosis.check(row)]
     assert (OVER_OPTIMISED in diagnosis.findings) == is_found == any("over-optimised" in s for s in said)
     if is_found:

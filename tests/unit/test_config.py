@@ -40,20 +40,20 @@ class OwnConfig(RunConfig):
     """An experiment's settings as a user might declare them."""
 
     margin: NotNegative = 0.5  # by how much a pair has to differ
-    # judge of the answers
-    judge: InputPath | None = None
+    # grader of the answers
+    grader: InputPath | None = None
     task: str = "qa"  # only another default: what the parent says of the flag holds
 
 
 def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     """Its help, range and group, and whether it is a path; nothing else needs an entry."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "judge.txt").write_text("mine")
+    (tmp_path / "grader.txt").write_text("mine")
     nothing_open = {"tiny": {}}
-    assert parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open).judge == str(tmp_path / "judge.txt")
+    assert parse_config(OwnConfig, ["--grader", "grader.txt"], "", nothing_open).grader == str(tmp_path / "grader.txt")
     for argv, sentence in (
         (["--margin", "-1"], "^--margin must be at least 0, not -1"),
-        (["--judge", "~nobody-here/x"], "^--judge ~nobody-here/x: this path cannot be used"),
+        (["--grader", "~nobody-here/x"], "^--grader ~nobody-here/x: this path cannot be used"),
         (["--task", "~nobody-here/x"], "^--task ~nobody-here/x: this path cannot be used"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -62,7 +62,7 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
         parse_config(OwnConfig, ["--help-all"], "")
     first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
     assert "by how much a pair has to differ (at least 0; default: 0.5)" in first
-    assert "judge of the answers (default: none)" in first
+    assert "grader of the answers (default: none)" in first
     assert "--task" in others
 
 

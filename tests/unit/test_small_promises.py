@@ -112,8 +112,10 @@ def test_a_solution_that_earns_half_is_refused():
 def test_a_judge_sees_no_system_turn():
     """It is meant for the policy."""
     asked = []
-    judge = SimpleNamespace(score=lambda prompts, texts: asked.extend(prompts) or [0.5] * len(texts))
-    scorer = Scorer(TaskFile(arithmetic, "arithmetic"), judge=judge, system_prompt="Be brief.")
+    judge = SimpleNamespace(
+        weights={"preference": 1.0}, score=lambda prompts, texts: asked.extend(prompts) or [{"preference": 0.5}]
+    )
+    scorer = Scorer(TaskFile(arithmetic, "arithmetic"), judges=[judge], system_prompt="Be brief.")
     assert scorer.reward_together([Row({"question": "1+1", "answer": "2"})], ["2"], []) == [{"preference": 0.5}]
     assert [message["role"] for message in asked[0]] == ["user"]
 
