@@ -59,10 +59,9 @@ class Source:
         if "task" not in self.settings:  # a run of imitation/sft
             arithmetic = import_named("arithmetic")
             values |= {"task": "arithmetic", "data": str(arithmetic.TRAIN_DATA), "eval_data": str(arithmetic.EVAL_DATA)}
-        # The task does not know an experiment's own components, and no reward is needed
-        config = dataclasses.replace(
-            RunConfig(**values), reward_weight=(), reward_functions=None, eval_sets=(), eval_suite=None
-        )
+        # The task does not know an experiment's own components, and no reward is needed; so no judge is loaded or asked
+        settings = RunConfig(**values | {"estimate": True})
+        config = dataclasses.replace(settings, reward_weight=(), reward_functions=None, eval_sets=(), eval_suite=None)
         task = load_task(config)
         task.eval_rows = task.eval_rows[:limit]
         return task, config.system_prompt or ""

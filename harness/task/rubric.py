@@ -170,7 +170,7 @@ def load_rubric(config: RunConfig) -> Rubric:
         raise UserError("--judge is asked of a model: give --judge-model MODEL, or --judge-url http://127.0.0.1:8000")
     if getattr(config, "estimate", False):  # nothing will be asked
         return Rubric(criteria, lambda _: [])
-    return Rubric(criteria, _ask_here(config) if config.judge_url is None else _ask_server(config))
+    return Rubric(criteria, ask_here(config) if config.judge_url is None else _ask_server(config))
 
 
 class _FirstWord(nn.Module):
@@ -212,7 +212,7 @@ def spellings(word: str) -> list[str]:
     return [space + text for text in (word, word.capitalize(), word.upper()) for space in ("", " ")]
 
 
-def _ask_here(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
+def ask_here(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
     given = f"--judge-model {shown(config.judge_model)}"
     dtype = "bfloat16" if torch.device(config.device).type == "cuda" else "float32"
     try:
