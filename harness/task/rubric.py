@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.policy import Policy
 from common.reward_model import score_rows
 
-from harness.base.checks import is_finite
+from harness.base.checks import check_model, is_finite
 from harness.base.config import ModelConfig, RunConfig, shown
 from harness.base.terminal import say, short
 from harness.models.context import context_of
@@ -155,11 +155,14 @@ class Rubric:
 
     def _tell_of_unread(self, verdicts: list[float | None]) -> None:
         unread = verdicts.count(None)
-        if unread and not self._has_told:
+        if not unread:
+            return
+        if len(self._kept) > 1 and not any(verdict is not None for verdict in self._kept.values()):
+            remedy = "does it think first? Choose another judge or template, or add examples"
+            raise UserError(f"the judge has begun no answer with yes or no: {remedy}")
+        if not self._has_told:
             self._has_told = True
             problem = f"the judge begins {unread} of {len(verdicts)} answers with neither yes nor no"
-            if unread == len(verdicts) > 1:
-                raise UserError(f"{problem}: does it think first? Choose another judge or template, or add examples")
             say(f"{problem}: these count as its worst verdict")
 
 
@@ -215,10 +218,10 @@ def spellings(word: str) -> list[str]:
 def ask_here(config: RunConfig) -> Callable[[list[Messages]], list[Asked]]:
     given = f"--judge-model {shown(config.judge_model)}"
     dtype = "bfloat16" if torch.device(config.device).type == "cuda" else "float32"
+    of_judge = ModelConfig(model=config.judge_model, device=config.device, dtype=dtype)
     try:
-        policy = load_policy(
-            ModelConfig(model=config.judge_model, device=config.device, dtype=dtype), 1.0, is_frozen=True
-        )
+        check_model(of_judge)
+        policy = load_policy(of_judge, 1.0, is_frozen=True)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--judge-model")) from error
     judge, longest = _FirstWord(policy.requires_grad_(False)), context_of(policy.model.config)
