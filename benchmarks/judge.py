@@ -3,8 +3,8 @@
     python benchmarks/judge.py --model smollm2 --judge-model smollm2 --name before
     python benchmarks/judge.py --model runs/experiment_base/short/final --judge-model smollm2 --name after
 
-Samples answers to prompts with instructions that a program checks, and asks the judge several questions about each. The
-agreement is the area under the ROC curve: how often a right answer gets a higher verdict than a wrong one (chance: 0.5).
+Samples answers to prompts with instructions that a program checks, and asks the judge several questions about each.
+The agreement is the area under the ROC curve: how often a right answer has a higher verdict than a wrong one.
 Adds to benchmarks/results/judge/agreement.json.
 """
 

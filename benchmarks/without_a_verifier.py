@@ -22,6 +22,7 @@ from types import ModuleType
 
 import tyro
 
+from viewer.results import read_runs
 from viewer.runs import rolling_means
 from viewer.save_figure import save_figure
 
@@ -53,7 +54,14 @@ REWARDS = {
     "coin": (
         "a coin", "experiment_base", "--reward-functions NO_ANSWERS --reward-weight correct=0 has_thought=0",
     ),
+    "judge_verifier": (
+        "a judge and a verifier", "experiment_base", "--judge RUBRIC --judge-model RUNS/sft/verdicts/final",
+    ),
 }  # fmt: skip
+ONLY_IN_TABLE = ("judge_verifier",)
+SMOLLM2 = ROOT / "benchmarks" / "results" / "judge"
+LINES = {"earned": ("#D55E00", "what the reward says"), "on_topic": ("#009E73", "names its topic")}
+LINES = {"correct": ("#0072B2", "right (true accuracy)")} | LINES
 LAST = 5  # steps of a final value
 
 
@@ -93,7 +101,7 @@ def train(name: str, seed: int, runs: Path) -> dict:
     own = ["--seed", str(seed), "--runs-dir", str(runs)]
     if name == "reward_model" and not (runs / "reward_model" / "pairs" / "final").exists():
         call("rewards/reward_model", [*own, "--name", "pairs"])
-    if name == "judge" and not (runs / "sft" / "verdicts" / "final").exists():
+    if name.startswith("judge") and not (runs / "sft" / "verdicts" / "final").exists():
         verdicts = write_verdicts(runs / "verdicts.jsonl")
         call(
             "imitation/sft",
@@ -146,24 +154,37 @@ def draw(rows: dict) -> None:
     matplotlib.use("Agg")  # works without a display
     import matplotlib.pyplot as plt
 
-    figure, places = plt.subplots(2, 4, figsize=(7.2, 3.6), sharex=True, sharey=True)
-    for (name, (label, _, _)), axes in zip(REWARDS.items(), places.flat, strict=False):
-        for row in (row for (reward, _), row in rows.items() if reward == name):
-            axes.plot(rolling_means(row["correct"], LAST), color="#0072B2", linewidth=1.1, alpha=0.85)
-            if name not in ("verifier", "reward_model"):  # a score has another scale
-                axes.plot(rolling_means(row["earned"], LAST), color="#D55E00", linewidth=0.8, alpha=0.6)
-        axes.set_title(label, fontsize=9.5)
+    figure, places = plt.subplots(2, 4, figsize=(7.2, 3.9), sharey=True)
+    panels = {
+        label: [row for (reward, _), row in rows.items() if reward == name]
+        for name, (label, *_) in REWARDS.items()
+        if name not in ONLY_IN_TABLE
+    }
+    panels["SmolLM2, judging itself"] = [of_smollm2()]
+    for (label, runs), axes in zip(panels.items(), places.flat, strict=True):
+        for row in runs:
+            for key, (color, _) in LINES.items():
+                if key in row and max(row[key]) <= 1:  # the score of a reward model has another scale
+                    axes.plot(rolling_means(row[key], LAST), color=color, linewidth=1.0, alpha=0.8)
+        axes.set_title(label, fontsize=8.5)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    key = places.flat[-1]
-    key.axis("off")
-    key.plot([], color="#0072B2", label="right (true accuracy)")
-    key.plot([], color="#D55E00", label="what the reward says")
-    key.legend(loc="center", fontsize=8.5, frameon=False)
+        axes.set_xlim(0, len(runs[0]["correct"]) - 1 if runs else 60)
     places[0, 0].set_ylim(0, 1)
-    figure.supxlabel("step", fontsize=9)
+    for color, label in LINES.values():
+        places[0, 0].plot([], color=color, label=label)
+    figure.legend(*places[0, 0].get_legend_handles_labels(), loc="lower right", ncols=3, fontsize=8.5, frameon=False)
+    figure.supxlabel("step", x=0.12, fontsize=9)
     figure.tight_layout()
     save_figure(figure, PICTURE)
+
+
+def of_smollm2() -> dict[str, list[float]]:
+    """The run of SmolLM2 against its own verdicts on instructions."""
+    rows = read_runs(SMOLLM2)["short"].metrics.rows
+    steps = [row for row in rows if "reward/short" in row]
+    keys = {"correct": "reward/correct", "earned": "reward/short", "on_topic": "reward/on_topic"}
+    return {name: [row[key] for row in steps] for name, key in keys.items()}
 
 
 def table(rows: dict) -> str:
