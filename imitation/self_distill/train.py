@@ -13,8 +13,8 @@ samples of the teacher: w is their importance weight. The teacher's weights are 
 Sources: SDPO (arXiv 2601.20802, feedback and right completions of the group) and SDFT (arXiv 2601.19897,
 demonstrations).
 
-    python imitation/self_distill/train.py                      # the bundled policy, shown a right completion
-    python imitation/self_distill/train.py --task instructions --model smollm2 --hint both       # docs/smollm2.md
+    python imitation/self_distill/train.py                      # tiny_reader, which is shown a right completion
+    python imitation/self_distill/train.py --task instructions --model smollm2 --hint feedback   # docs/smollm2.md
     python -m viewer.diff imitation/self_distill
 
 Parent: imitation/distill; hinted_teacher.py, beside this file, writes the hints.
@@ -40,7 +40,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from harness.base.config import Count, NotNegative, Positive, RunConfig, Share
+from harness.base.config import Count, InputPath, NotNegative, Positive, RunConfig, Share
 from harness.cli.parse import parse_config
 from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
@@ -53,6 +53,8 @@ from harness.task.task import Task, load_task
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    # tiny_reader: the bundled policy after it has learned to read hints (make_hinted_chats.py)
+    model: InputPath = "tiny_reader"
     # what the teacher sees beside the question: words of the task's file about the completion, a right completion of
     # the same question (not the same text), or both
     hint: Literal["feedback", "demonstration", "both"] = "demonstration"
