@@ -40,7 +40,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from harness.base.config import Count, InputPath, NotNegative, Positive, RunConfig, Share
+from harness.base.config import Count, NotNegative, Positive, RunConfig, Share, ZeroToOne
 from harness.cli.parse import parse_config
 from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
@@ -54,7 +54,7 @@ from harness.task.task import Task, load_task
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     # tiny_reader: the bundled policy after it has learned to read hints (make_hinted_chats.py)
-    model: InputPath = "tiny_reader"
+    model: str = "tiny_reader"
     # what the teacher sees beside the question: words of the task's file about the completion, a right completion of
     # the same question (not the same text), or both
     hint: Literal["feedback", "demonstration", "both"] = "demonstration"
@@ -62,7 +62,7 @@ class Config(RunConfig):
     divergence: Literal["reverse", "forward"] = "reverse"  # KL(student || teacher), or KL(teacher || student)
     weight_cap: Positive = 10.0  # C: with the forward divergence, w is at most this
     # after each step, the teacher's weights move this share of the way to the policy's; 0: frozen, 1: no copy at all
-    teacher_update_rate: NotNegative = 0.05
+    teacher_update_rate: ZeroToOne = 0.05
     steps: Count = 40  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: Count = 8  # G: completions per question

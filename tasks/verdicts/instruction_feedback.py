@@ -18,7 +18,7 @@ from tasks.verdicts.instruction_kinds import (
     plain,
 )
 
-Instruction = tuple[str, dict]  # its id and arguments, without null ones
+Instruction = tuple[str, dict]  # its id and arguments
 
 # What a kind counts, as words after a number, and how; other kinds have one sentence each, in RULES
 _COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
@@ -43,7 +43,8 @@ _RULES = {
         'must be "{first_word}"'
     ),
     "detectable_content:postscript": 'must have a postscript after "{postscript_marker}"',
-    "detectable_format:constrained_response": f"must have exactly one of these: {' '.join(OPTIONS)}",
+    "detectable_format:constrained_response": "must have exactly one of these: "
+    + ", ".join(f'"{option}"' for option in OPTIONS),
     "detectable_format:json_format": "must be JSON and nothing else",
     "detectable_format:title": "must have a title between << and >>",
     "combination:two_responses": "must be two different answers divided by ******",
@@ -66,6 +67,7 @@ def complaints(asked: list[Instruction], text: str) -> list[str]:
     """
     if not any(map(str.isalnum, text)):
         return ["It has no words."]
+    asked = [(kind, {name: value for name, value in kwargs.items() if value is not None}) for kind, kwargs in asked]
     broken = [one for one in asked if not check(*one, text)]
     return list(dict.fromkeys(_complaint(one, asked, text) for one in broken))  # each once
 
