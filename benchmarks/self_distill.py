@@ -45,7 +45,7 @@ RESULTS = EXPERIMENT / "results"
 SMOLLM2 = {  # as the run `lora` of docs/smollm2.md, but shorter
     "model": "smollm2", "task": "instructions", "data": str(ROOT / "data/instructions_short.jsonl"),
     "eval-data": str(ROOT / "data/instructions_short_heldout.jsonl"), "steps": 20, "prompts-per-step": 8,
-    "max-new-tokens": 48, "micro-batch-size": 8, "lora-rank": 16, "lr": 2e-4, "eval-prompts": 64, "eval-every": 20,
+    "max-new-tokens": 48, "micro-batch-size": 8, "lora-rank": 16, "lr": 2e-4, "eval-prompts": 64,
 }  # fmt: skip
 RUNS = {  # flags
     "reverse": {},
@@ -111,19 +111,15 @@ def result(place: Path) -> KeptRun:
     about = {key: run.config[key] for key in ("seed", "command", "machine", "versions", "commit", "lr", "eval_prompts")}
     summary = {key: run.summary[key] for key in ("seconds", "peak_memory_bytes", "before", "after")}
     if place.name.startswith("smollm2"):
-        summary |= held_out(run.config["model"], place / "final")
+        summary["base_log_prob"] = base_log_prob(place, run.config["model"])
     return KeptRun(RESULTS / place.name, about | {"run": place.name.rpartition("-")[0]}, summary, run.metrics.rows)
 
 
-def held_out(model: str, trained: Path) -> dict[str, dict]:
-    """Of SmolLM2, as in docs/smollm2.md: prompts that greedy answers follow, and what the reward does not see."""
+def base_log_prob(place: Path, model: str) -> dict[str, float]:
+    """By step, the mean log-prob of a token under the untrained SmolLM2, as in docs/smollm2.md."""
     page = load("smollm2", ROOT / "benchmarks/smollm2.py")
-    rows = [json.loads(line) for line in page.HELD_OUT.read_text(encoding="utf-8").splitlines()]
-    base, policy = page.load(model), page.load(str(trained))
-    answers = page.greedy(policy, [row["prompt"] for row in rows], SMOLLM2["max-new-tokens"])
-    texts = page.texts_of(base, answers)
-    followed = {name: page.follow(rows, texts)[name] for name in ("topics", "kinds")}  # [asked, followed]
-    return {"held_out": followed, "unseen": page.unseen(base, rows, answers, texts)}
+    base, samples = page.load(model), page.read_samples(place / "samples.jsonl")
+    return {str(step): page.base_log_prob(base, page.trajectories_of(rows)) for step, rows in samples.items()}
 
 
 def what_hints_change(model: str, hint: str, num_questions: int, size: int = 8, again: int = 4) -> dict[str, float]:
