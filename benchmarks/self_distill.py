@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -81,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     torch.set_num_threads(1)
     for model in config.hints:
-        for hint in ("demonstration",) if model in BUNDLED else ("feedback", "demonstration", "both"):
-            found = what_hints_change(model, hint, config.questions) | describe_machine()
-            write_json(RESULTS / "hints.json", found, entry=f"{Path(model).name} {hint}")
+        for hint, found in what_hints_change(model, config.questions):
+            write_json(RESULTS / "hints.json", found | describe_machine(), entry=f"{Path(model).name} {hint}")
             print(model, hint, found, flush=True)
     if not config.table_only and not config.hints:
         places = [train(config, name, seed) for name in config.only for seed in config.seeds]
@@ -122,8 +121,10 @@ def base_log_prob(place: Path, model: str) -> dict[str, float]:
     return {str(step): page.base_log_prob(base, page.trajectories_of(rows)) for step, rows in samples.items()}
 
 
-def what_hints_change(model: str, hint: str, num_questions: int, size: int = 8, again: int = 4) -> dict[str, float]:
-    """Sampled accuracy without and with a hint, on the same questions, and the teacher's `agreement`.
+def what_hints_change(
+    model: str, num_questions: int, size: int = 8, again: int = 4
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """By hint: sampled accuracy without and with it, on the same questions, and the teacher's `agreement`.
 
     Each question is answered `size` times. Its first completion with a hint gives the hint, with feedback the first
     wrong one, and it is answered `again` times. The agreement is measured on the first half of the questions.
@@ -133,31 +134,28 @@ def what_hints_change(model: str, hint: str, num_questions: int, size: int = 8, 
     budget, data = (96, task.eval_data) if model in BUNDLED else (48, SMOLLM2["data"])
     rows = read_rows(str(data), task.fields)[:num_questions]
     policy = load_policy(ModelConfig(model=model, device="cpu", dtype="float32", attn_implementation="sdpa"))
-    config = SimpleNamespace(hint=hint, group_size=size, success_threshold=1.0, teacher_update_rate=1, micro_batch=8)
-    config.system_prompt = ""
-    messages, feedback = task.messages, task.feedback
-    given = SimpleNamespace(train_rows=rows, file=task, messages=messages, feedback=feedback)
-    teacher = hinted_teacher.HintedTeacher(config, given, policy)
-
-    plain = draw(policy, [encode_prompt(policy.tokenizer, messages(row)) for row in rows], size, budget)
-    right = [is_right(policy, task, rows[row.prompt_index], row) for row in plain]
-    returns = torch.tensor(right).view(-1, size)
-    prompts = teacher.hints(plain, returns)
-    asked = {}  # by question
-    for index, prompt in enumerate(prompts):
-        if prompt is not None and (hint == "demonstration" or not right[index]):
-            asked.setdefault(index // size, prompt)
-    hinted = draw(policy, list(asked.values()), again, budget)
-    questions = [rows[index] for index in asked]
-    scores = [is_right(policy, task, questions[row.prompt_index], row) for row in hinted]
-
-    half = num_questions // 2 * size
+    plain = draw(policy, [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows], size, budget)
+    right = [task.reward(rows[row.prompt_index], row.text)["correct"] for row in plain]
+    returns, half = torch.tensor(right).view(-1, size), num_questions // 2 * size
     experience = collate(plain[:half], policy.pad_id)
     experience.old_log_probs = token_log_probs(policy, experience, 8)
-    log_w = (teacher(experience, prompts[:half]) - experience.old_log_probs) * experience.action_mask
-    without = [right[index * size + other] for index in asked for other in range(size)]
-    found = {"questions": len(asked), "accuracy": fmean(right), "without": fmean(without), "with": fmean(scores)}
-    return found | teacher.metrics(log_w, returns[: num_questions // 2])
+
+    given = SimpleNamespace(train_rows=rows, file=task, messages=task.messages, feedback=task.feedback)
+    config = SimpleNamespace(group_size=size, success_threshold=1.0, teacher_update_rate=1, micro_batch=8)
+    config.system_prompt = ""
+    for config.hint in ("demonstration",) if model in BUNDLED else ("feedback", "demonstration", "both"):
+        teacher = hinted_teacher.HintedTeacher(config, given, policy)
+        prompts = teacher.hints(plain, returns)
+        asked: dict[int, list[int]] = {}  # by question
+        for index, prompt in enumerate(prompts):
+            if prompt is not None and (config.hint == "demonstration" or not right[index]):
+                asked.setdefault(index // size, prompt)
+        hinted, questions = draw(policy, list(asked.values()), again, budget), list(asked)
+        scores = [task.reward(rows[questions[row.prompt_index]], row.text)["correct"] for row in hinted]
+        without = [right[index * size + other] for index in asked for other in range(size)]
+        log_w = (teacher(experience, prompts[:half]) - experience.old_log_probs) * experience.action_mask
+        found = {"questions": len(asked), "accuracy": fmean(right), "without": fmean(without), "with": fmean(scores)}
+        yield config.hint, found | teacher.metrics(log_w, returns[: num_questions // 2])
 
 
 def draw(policy: Policy, prompts: list[list[int]], size: int, budget: int) -> list[Trajectory]:
@@ -169,10 +167,6 @@ def draw(policy: Policy, prompts: list[list[int]], size: int, budget: int) -> li
     for row in drawn:
         row.text = decode(policy.tokenizer, row.completion_ids)
     return drawn
-
-
-def is_right(policy: Policy, task, row: dict, completion: Trajectory) -> float:
-    return task.reward(row, completion.text)["correct"]
 
 
 def load(name: str, path: Path) -> ModuleType:
