@@ -48,6 +48,7 @@ FLAGS_OF = {
     "reward_model": {"epochs": 2},
     "rejection": {"lr": 1e-5, "sft_batch_size": 2, "keep_per_question": 2, "keep_above": 0.2},
     "self_distill": {
+        "model": "tiny",
         "success_threshold": 0.4,
         "divergence": "forward",
         "weight_cap": 1.5,
