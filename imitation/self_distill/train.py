@@ -58,7 +58,7 @@ class Config(RunConfig):
     # what the teacher sees beside the question: words of the task's file about the completion, a right completion of
     # the same question (not the same text), or both
     hint: Literal["feedback", "demonstration", "both"] = "demonstration"
-    success_threshold: float = 1.0  # a completion with at least this return is right, and a demonstration
+    success_threshold: Positive = 1.0  # a completion with at least this return is right, and a demonstration
     divergence: Literal["reverse", "forward"] = "reverse"  # KL(student || teacher), or KL(teacher || student)
     weight_cap: Positive = 10.0  # C: with the forward divergence, w is at most this
     # after each step, the teacher's weights move this share of the way to the policy's; 0: frozen, 1: no copy at all
