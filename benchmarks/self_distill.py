@@ -44,8 +44,8 @@ EXPERIMENT = ROOT / "imitation/self_distill"
 RESULTS = EXPERIMENT / "results"
 SMOLLM2 = {  # as the run `lora` of docs/smollm2.md, but shorter
     "model": "smollm2", "task": "instructions", "data": str(ROOT / "data/instructions_short.jsonl"),
-    "eval-data": str(ROOT / "data/instructions_short_heldout.jsonl"), "steps": 20, "prompts-per-step": 8,
-    "max-new-tokens": 48, "micro-batch-size": 8, "lora-rank": 16, "lr": 2e-4, "eval-prompts": 64,
+    "eval-data": str(ROOT / "data/instructions_short_heldout.jsonl"), "steps": 16, "prompts-per-step": 8,
+    "max-new-tokens": 48, "micro-batch-size": 8, "lora-rank": 16, "lr": 2e-4, "eval-prompts": 16,
 }  # fmt: skip
 RUNS = {  # flags
     "reverse": {},
