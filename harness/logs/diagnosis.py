@@ -117,7 +117,7 @@ class Diagnosis:
         if self._mean("teacher/agreement") < 0.5:  # five steps
             found["the teacher does not understand its hints"] = (
                 "shown its hints, the teacher raises wrong completions more than right ones (teacher/agreement below "
-                "0.5), so that its student unlearns: take a --model that reads hints, or another --hint"
+                "0.5), so it teaches no right answers: take a --model that reads hints, or another --hint"
             )
         newest, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
         accuracies = [newest.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]
