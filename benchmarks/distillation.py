@@ -29,16 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.advantages import generalized_advantages
-from common.chat import encode_prompt
-from common.experience import Experience, collate
-from common.logprobs import MAX_LOGITS, token_log_probs
+from common.experience import Experience
+from common.logprobs import MAX_LOGITS
 from common.policy import Policy
-from common.trajectory import Trajectory
 from viewer.groups import read_run
 from viewer.results import KeptRun, keep_runs, read_runs
 
 from harness.base.config import TINY_POLICY
-from harness.task.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "imitation/distill"
@@ -86,28 +83,6 @@ def reverse_kl(
     values = torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
     zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
     return zeros.index_put((positions // width, positions % width), values)
-
-
-def hinted_log_probs(
-    policy: Policy, task: Task, hint: Callable[[dict], list[dict]], experience: Experience, micro_batch_size: int = 128
-) -> torch.Tensor:
-    """A teacher that is the policy itself, shown a hint: its log-probs (B, T-1) of the same completions.
-
-    `hint(row)` writes the messages that it sees instead of the question, for example with the right answer in them.
-    """
-    rows = zip(experience.sequences, experience.attention_mask, experience.action_mask, strict=True)
-    hinted = []
-    for index, (ids, attention, action) in enumerate(rows):
-        prompt = encode_prompt(policy.tokenizer, hint(task.train_rows[experience.prompt_index[index]]))
-        start, end = int(experience.prompt_lengths[index]), int(attention.sum())
-        completion, mask = ids[start:end].tolist(), action[start - 1 : end - 1].tolist()
-        zeros = [0] * len(prompt)
-        hinted.append(Trajectory(prompt + completion, len(prompt), zeros + mask, [0.0] * (len(prompt) + len(mask))))
-    hinted = collate(hinted, policy.pad_id, policy.device)
-    log_probs = token_log_probs(policy, hinted, micro_batch_size)
-    scored = torch.zeros_like(experience.sampler_log_probs)
-    scored[experience.action_mask.bool()] = log_probs[hinted.action_mask.bool()]  # in the order of rows and tokens
-    return scored
 
 
 Plant = Callable[[ModuleType], AbstractContextManager]  # takes the train.py

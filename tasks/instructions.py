@@ -48,6 +48,7 @@ logs, show how a policy exploits that.
 import json
 from pathlib import Path
 
+from tasks.verdicts.instruction_feedback import complaints
 from tasks.verdicts.instruction_kinds import OPTIONS, WORD, check
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
@@ -162,6 +163,16 @@ def solution(row: dict) -> str | None:
     own = [f"{row['topic']} is good."] if row.get("topic") else []
     texts = (_fill_in(asked, filler) for filler in (*own, *_FILLERS))
     return next((text for text in texts if all(check(kind, kwargs, text) for kind, kwargs in asked)), None)
+
+
+def feedback(row: dict, text: str) -> str:
+    """Optional: which instructions a completion breaks, in words; empty if it follows all.
+
+    >>> ids = ["length_constraints:number_words", "startend:quotation"]
+    >>> feedback({"instruction_id_list": ids, "kwargs": [{"num_words": 5}, {}]}, "warm bread")
+    'It has 2 words, but must have at least 5. It must be between double quotation marks.'
+    """
+    return " ".join(complaints(instructions(row), text))
 
 
 def vote(row: dict, text: str) -> str:

@@ -30,7 +30,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
 # Their formulas have one line, are about pairs, or need a teacher: see learning/test_replay.py, unit/test_dpo.py and
 # test_distill.py, and models/test_reward_model.py
 ONE_LINE = {"imitation/sft", "policy_gradients/reinforce", "rewards/reward_model", "rewards/dpo", "imitation/distill"}
-ONE_LINE |= {"imitation/rejection"}
+ONE_LINE |= {"imitation/rejection", "imitation/self_distill"}
 TOKEN_MEAN = {"dapo", "cispo"}  # divided by the number of all tokens, not by rows
 # Flags, narrow enough that the tests' ratios are clipped
 CLIPS = {"dapo": {"clip_eps": 0.2, "clip_eps_high": 0.28}, "gspo": {"clip_eps": 0.03, "clip_eps_high": 0.04}}

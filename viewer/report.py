@@ -136,7 +136,7 @@ def count_rows_per_step(config: dict) -> int | None:
 
 def compares_groups(config: dict) -> bool:
     """Whether advantages compare a group's completions: not with a teacher, a critic, or a mean of earlier steps."""
-    return config.get("group_size", 1) > 1 and not config.keys() & {"teacher", "gae_lambda", "baseline"}
+    return config.get("group_size", 1) > 1 and not config.keys() & {"teacher", "hint", "gae_lambda", "baseline"}
 
 
 def visible(text: object) -> str:

@@ -24,6 +24,7 @@ BUNDLED = {
     "tiny_tools": ROOT / "data" / "policies" / "tiny_policy_tools",
     "tiny_countdown": ROOT / "data" / "policies" / "tiny_policy_countdown",
     "tiny_teacher": ROOT / "data" / "policies" / "tiny_teacher",  # a LoRA adapter of the first, which reasons
+    "tiny_reader": ROOT / "data" / "policies" / "tiny_reader",  # another one, which reads hints
 }
 ADAPTER_SETTINGS = "adapter_config.json"
 # The training of a bundled policy: its tasks, and a description

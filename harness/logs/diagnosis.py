@@ -116,6 +116,11 @@ class Diagnosis:
                 "no completion earned more than --keep-above, so this step imitates nothing and changes no weight: "
                 "raise --group-size, ask easier questions (--data), or lower --keep-above"
             )
+        if self._mean("teacher/agreement") < 0.5:  # five steps
+            found["the teacher does not understand its hints"] = (
+                "shown its hints, the teacher raises wrong completions more than right ones (teacher/agreement below "
+                "0.5), so it teaches no right answers: take a --model that reads hints, or another --hint"
+            )
         newest, is_rewarded = self._history[-1], hasattr(config, "reward_weight") and not hasattr(config, "teacher")
         accuracies = [newest.get(f"eval/{kind}/accuracy", math.inf) for kind in ("greedy", "sampled")]
         if is_rewarded and newest.get("step") == 0 and max(accuracies) <= 0:

@@ -44,6 +44,8 @@ METRICS = {  # in the order of the progress line
     "completion/length": Metric(title="completion length", short="length", form="{:.1f}"),
     "preference/accuracy": Metric("training pairs", short="accuracy", form="{:.2f}"),
     "loss/kl": Metric(short="KL", form="{:.3f}"),
+    "teacher/agreement": Metric(title="pairs in which the teacher prefers the right answer",
+                                short="teacher agrees", form="{:.2f}"),
     "teacher/kl": Metric(short="KL to the teacher", form="{:.3f}"),
     "loss/total": Metric(short="loss", form="{:.4f}"),
     "time/tokens_per_second": Metric(form="{:,.0f} tokens/s"),

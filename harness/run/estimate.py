@@ -161,6 +161,8 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
             held[judge] = judged * Shape(replace(config, model=model)).parameters
     if getattr(config, "teacher", None) and config.teacher_url is None:
         held["teacher"] = arithmetic * Shape(replace(config, model=config.teacher)).parameters
+    if getattr(config, "teacher_update_rate", 1) != 1:
+        held["weights of the teacher"] = 4 * trained
     if lag := getattr(config, "lag", 0):
         held["weights of earlier steps"] = (lag + 1) * 4 * trained  # and the newest, while older ones sample
     phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}

@@ -58,6 +58,9 @@ class Task:
     def vote(self, row: dict, text: str) -> str | None:
         return self.file.vote(row, text)
 
+    def feedback(self, row: dict, text: str) -> str:
+        return self.file.feedback(row, text)
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         return self.scorer.total_reward(rewards)
 

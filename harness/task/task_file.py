@@ -148,6 +148,10 @@ class TaskFile:
         given = arithmetic.given_answer(text)
         return None if given is None else arithmetic.normalize_answer(given)
 
+    def feedback(self, row: dict, text: str) -> str:
+        """What is wrong with a completion, in words, for the policy to read; empty: nothing, or no `feedback`."""
+        return self._call("feedback", row, text, kind=str, what="a str") if self.has("feedback") else ""
+
     def tally(self, row: dict, text: str) -> dict[str, list[bool]]:
         """Verdicts on a completion, by name; an evaluation reports their shares over all questions."""
         return self._call("tally", row, text, kind=dict, what="a dict of lists") if self.has("tally") else {}

@@ -139,17 +139,24 @@ def _keeps(count: int, limit: int, relation: str = "at least") -> bool:
     return count < limit if relation == "less than" else count >= limit
 
 
-def _occurs(part: str, text: str, limit: int, relation: str = "at least") -> bool:
+def count_occurrences(part: str, text: str, relation: str = "at least") -> int:
     if relation == "less than":
         text, part = plain(text), plain(part)
-    return _keeps(text.lower().count(part.strip().lower()), limit, relation)
+    return text.lower().count(part.strip().lower())
 
 
-def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
+def _occurs(part: str, text: str, limit: int, relation: str = "at least") -> bool:
+    return _keeps(count_occurrences(part, text, relation), limit, relation)
+
+
+def paragraphs(text: str) -> list[str]:
     """Paragraphs are divided by ***; only a divider at the beginning or end may have nothing beside it."""
     first, *others = re.split(r"\s?\*\*\*\s?", text)
-    paragraphs = [part for part in (first, *others[-1:]) if part.strip()] + others[:-1]
-    return len(paragraphs) == num_paragraphs and all(map(_says, paragraphs))
+    return [part for part in (first, *others[-1:]) if part.strip()] + others[:-1]
+
+
+def _are(parts: list[str], number: int) -> bool:
+    return len(parts) == number and all(map(_says, parts))
 
 
 def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -166,27 +173,29 @@ def _avoids(text: str, forbidden_words: list[str]) -> bool:
     return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
 
 
-def _has_capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
+def count_capital_words(text: str) -> int:
     """A contraction is two words, as in NLTK: in I'M both are capital, in I'm only the first."""
     words = _TOKEN.findall(_CONTRACTION.sub(r" \1", text.replace("--", " ")))
-    return _keeps(sum(map(str.isupper, words)), capital_frequency, capital_relation)
+    return sum(map(str.isupper, words))
 
 
-def _has_bullets(text: str, num_bullets: int) -> bool:
+def bullets(text: str) -> list[str]:
     """Lines that begin with - or with one *; each needs a word."""
-    bullets = re.findall(r"^[^\S\n]*(?:-|\*(?!\*))(.*)$", text, re.MULTILINE)
-    return len(bullets) == num_bullets and all(map(_says, bullets))
+    return re.findall(r"^[^\S\n]*(?:-|\*(?!\*))(.*)$", text, re.MULTILINE)
 
 
-def _has_highlights(text: str, num_highlights: int) -> bool:
-    return sum(map(_says, re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text))) >= num_highlights
+def count_highlights(text: str) -> int:
+    return sum(map(_says, re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)))
 
 
-def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+def count_placeholders(text: str) -> int:
+    return sum(map(_says, re.findall(r"\[([^\n\[\]]*)\]", text)))
+
+
+def count_sections(text: str, section_spliter: str) -> int:
     """Different numbers after the word, and text after each number."""
     parts = re.split(rf"{re.escape(section_spliter.strip())}\s?(\d+)", text)
-    numbers = {number for number, body in zip(parts[1::2], parts[2::2], strict=True) if _says(body)}
-    return len(numbers) >= num_sections
+    return len({number for number, body in zip(parts[1::2], parts[2::2], strict=True) if _says(body)})
 
 
 def _is_json(text: str) -> bool:
@@ -235,23 +244,29 @@ KINDS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda text, num_sentences, **how: _keeps(
         count_sentences(text), num_sentences, **how
     ),
-    "length_constraints:number_paragraphs": _has_paragraphs,
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: _are(paragraphs(text), num_paragraphs),
     "length_constraints:nth_paragraph_first_word": _has_first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        sum(map(_says, re.findall(r"\[([^\n\[\]]*)\]", text))) >= num_placeholders
+        count_placeholders(text) >= num_placeholders
     ),
     "detectable_content:postscript": _has_postscript,
-    "detectable_format:number_bullet_lists": _has_bullets,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: _are(bullets(text), num_bullets),
     "detectable_format:constrained_response": lambda text: sum(option in text for option in OPTIONS) == 1,
-    "detectable_format:number_highlighted_sections": _has_highlights,
-    "detectable_format:multiple_sections": _has_sections,
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        count_highlights(text) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        count_sections(text, section_spliter) >= num_sections
+    ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": lambda text: any(map(_says, re.findall(r"<<([^\n]+)>>", text))),
     "combination:two_responses": _has_two_responses,
     "combination:repeat_prompt": _repeats,
     "startend:end_checker": _ends_with,
     "startend:quotation": lambda text: text.strip()[0] == text.strip()[-1] == '"',
-    "change_case:capital_word_frequency": _has_capital_words,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation="at least": _keeps(
+        count_capital_words(text), capital_frequency, capital_relation
+    ),
     "change_case:english_capital": lambda text: text.isupper() and language_of(text) == "en",
     "change_case:english_lowercase": lambda text: text.islower() and language_of(text) == "en",
     "punctuation:no_comma": lambda text: "," not in plain(text),

@@ -104,6 +104,11 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     ),
     "imitation/rejection nothing kept": Row("--keep-above 9", "killed two"),
     "imitation/distill": Row(),
+    "imitation/self_distill": Row(
+        "--steps 3 --success-threshold 0.3 --teacher-update-rate 0.25 --divergence forward",
+        "killed divided two",
+        "killed",
+    ),
     "scale/engine": Row("--engine-url URL"),
     "scale/mesh": Row("", "killed divided"),  # of several processes: see gloo/test_mesh.py
     "scale/asynchronous": Row("--steps 4 --lag 2 --swap-every 4 --correction tis", quick="killed"),
@@ -238,6 +243,7 @@ def together(server, tmp_path_factory) -> Callable[..., Path]:
                 "tests",
                 "scale/mesh",
                 "scale/asynchronous",
+                "imitation/self_distill",
                 "rewards/likelihood",
                 "experiment_multiturn_qa",
             )

@@ -47,6 +47,14 @@ FLAGS_OF = {
     "dpo": {"epochs": 2, "beta": 0.3},
     "reward_model": {"epochs": 2},
     "rejection": {"lr": 1e-5, "sft_batch_size": 2, "keep_per_question": 2, "keep_above": 0.2},
+    "self_distill": {
+        "model": "tiny",
+        "success_threshold": 0.4,
+        "divergence": "forward",
+        "weight_cap": 1.5,
+        "teacher_update_rate": 0.3,
+        "lr": 1e-5,
+    },
     "sft": {"model": "tiny", "epochs": 2, "warmup_steps": 2},
 }
 LIKE_OTHERS = {"accelerate", "accelerate_ddp", "mesh", "multiturn_qa"}  # with one process, or another tool
@@ -56,7 +64,7 @@ GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
 FORMULA = {Path(name).name.removeprefix("experiment_"): formulas[0][0] for name, formulas in FORMULAS.items()}
 # DAPO's with a symmetric clip, and CISPO's at a ratio of 1, with rows in place of tokens
-FORMULA |= {"distill": "dapo", "reinforce": "cispo", "rejection": "cispo"}
+FORMULA |= {"distill": "dapo", "self_distill": "dapo", "reinforce": "cispo", "rejection": "cispo"}
 ADVANTAGE = {  # of a return in a group; `baseline`: the running mean
     "reinforce": lambda reward, group, baseline: reward - baseline,
     "drgrpo": lambda reward, group, baseline: reward - fmean(group),
@@ -115,6 +123,8 @@ class Replay:
         self.other = self.before["model"]  # whose log-probs are compared with the policy's
         if name == "distill":
             self.other = PeftModel.from_pretrained(copy.deepcopy(self.model), BUNDLED["tiny_teacher"])
+        if name == "self_distill":
+            self.other = copy.deepcopy(self.model)  # the teacher, whose weights are averaged
         groups = [{"params": module.parameters()} for module in self.trained.values()]
         betas = (0.9, 0.99 if name == "sft" else 0.999)
         self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=self.config["weight_decay"])
@@ -205,7 +215,8 @@ class Replay:
     def learn_samples(self, step: int) -> dict[str, float]:
         rows = [row for row in rows_of(self.directory, "samples") if row["step"] == step]
         assert len(rows) == self.config["prompts_per_step"] * self.config["group_size"]
-        for row in rows:
+        for index, row in enumerate(rows):
+            row["hinted"] = self.hinted(rows, index)
             self.score_and_draw(step, row)
         self.add_advantages(rows)
         minibatches: dict[tuple[int, int], list] = {}
@@ -217,7 +228,27 @@ class Replay:
                 minibatches.setdefault((update["epoch"], update["minibatch"]), []).append((row, update))
         updates = [self.learn(step, minibatches[place], len(rows)) for place in sorted(minibatches)]
         losses, norms = zip(*updates, strict=True)
+        if self.name == "self_distill":
+            rate = self.config["teacher_update_rate"]
+            for average, weight in zip(self.other.parameters(), self.model.parameters(), strict=True):
+                average.data = (1 - rate) * average.data + rate * weight.data
         return {"loss/total": fmean(losses), "loss/grad_norm": fmean(norms)}
+
+    def hinted(self, rows: list[dict], index: int) -> dict:
+        """The row with another prompt: the first right other completion of its group is a hint."""
+        row, size = rows[index], self.config["group_size"]
+        group = rows[index // size * size :][:size] if self.name == "self_distill" else []
+        right = [other["text"] for other in group if other["return"] >= self.config["success_threshold"]]
+        demonstrations = [text for text in right if text != row["text"]]
+        if not demonstrations:
+            return row
+        asked = f"{row['question']}\n\nA correct answer:\n{demonstrations[0]}\n\nNow write a correct answer."
+        prompt = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=False
+        )
+        completion = actions(row, "ids")
+        mask = [0] * len(prompt) + [1] * len(completion)
+        return {"ids": prompt + completion, "action_mask": mask}
 
     @torch.no_grad()
     def score_and_draw(self, step: int, row: dict) -> None:
@@ -225,7 +256,8 @@ class Replay:
         drawn_by = self.before["model"] if self.name == "asynchronous" else self.model  # of its two steps both
         scores, seed, size = self.distribution(drawn_by, row), self.config["seed"], self.config["prompts_per_step"]
         row["old"] = scores[range(len(scores)), actions(row, "ids")].tolist()
-        row["other"] = self.log_probs(self.other, row).tolist()
+        is_hinted = self.name != "self_distill" or row["hinted"] is not row
+        row["other"] = self.log_probs(self.other, row["hinted"]).tolist() if is_hinted else row["old"]
         row["values"] = self.values(row).tolist() if self.name == "ppo" else None
         for name, expected in (("sampler_log_probs", "old"), ("old_log_probs", "old"), ("log_probs_ref", "other")):
             assert row[name] is None or actions(row, name) == pytest.approx(row[expected], abs=1e-4)
@@ -275,6 +307,9 @@ class Replay:
                 row["advantages"] = [float(is_kept)] * len(places(row))
             if self.name == "distill":
                 row["advantages"] = [teacher - old for teacher, old in zip(row["other"], row["old"], strict=True)]
+            if self.name == "self_distill":
+                weights = [math.exp(teacher - old) for teacher, old in zip(row["other"], row["old"], strict=True)]
+                row["advantages"] = [min(w, self.config["weight_cap"]) - 1 for w in weights]
             if self.name == "ppo":
                 row["advantages"] = slow_gae(reward, row["values"], self.config["gamma"], self.config["gae_lambda"])
                 row["targets"] = [a + value for a, value in zip(row["advantages"], row["values"], strict=True)]

@@ -42,6 +42,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "wrong majority": ("the majority is wrong", "--data"),
     "nothing right": ("of the held-out answers is right before", "--system-prompt"),
     "nothing kept": ("this step imitates nothing", "--keep-above"),
+    "hints": ("raises wrong completions more than right ones", "--hint"),
 }
 
 
@@ -201,6 +202,8 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "no accuracy": ([{"step": 0, "eval/greedy/reward_short": 0.0, "eval/sampled/reward_short": 0.0}], None, ""),
     "nothing is right later": ([FIRST | {"step": 80}], None, ""),
     "kept nothing": ([{"kept/share": 0.1}] * 3 + [{"kept/share": 0.0}], "nothing kept", "raise --group-size, ask"),
+    "wrong hints": ([{"teacher/agreement": 0.4}] * 5, "hints", "below 0.5"),
+    "right hints": ([{"teacher/agreement": 0.4}] * 2 + [{"teacher/agreement": 0.6}] * 5, None, ""),
     "a wrong majority": (turn(0.4, 0.2), "wrong majority", "since the best ten steps the agreement has risen from 0.60 "
                          "to 0.80, and the accuracy has fallen from 0.40 to 0.20"),
     "a right majority": (turn(0.4, 0.9), None, ""),

@@ -1,15 +1,11 @@
 """Distillation: the estimate from one token against the divergence, enumerated; its traps; the teacher's tokens."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from oracle import slow_row
 
-from common.chat import encode_prompt
 from common.errors import UserError
 from common.experience import collate
-from common.logprobs import token_log_probs
 from common.sampling import sample
 
 from harness.teachers.teachers import check_same_tokens
@@ -132,29 +128,6 @@ def test_the_divergence_in_chunks_is_the_divergence(runs, make_policy, max_logit
     weight = student.model.get_input_embeddings().weight
     gradients = (torch.autograd.grad(values.sum(), weight)[0] for values in (found, expected))
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
-def test_a_hint_is_read_and_the_same_tokens_are_scored(runs, make_policy, tokenizer):
-    """Row by row, with hints of other lengths than the questions."""
-    policy = make_policy(len(tokenizer), tokenizer=tokenizer)
-    task = SimpleNamespace(train_rows=[{"question": text} for text in ("Add 1 and 2.", "Say 7.", "What is it?")])
-
-    def messages(row: dict, more: str = "") -> list[dict]:
-        return [{"role": "user", "content": row["question"] + more}]
-
-    prompts = [encode_prompt(tokenizer, messages(row)) for row in task.train_rows]
-    experience = collate(sample(policy, prompts, 2, max_new_tokens=9, key=(0,)), policy.pad_id)
-    same = runs.hinted_log_probs(policy, task, messages, experience, 4)
-    torch.testing.assert_close(same, token_log_probs(policy, experience, 4), atol=1e-5, rtol=0)
-    found = runs.hinted_log_probs(policy, task, lambda row: messages(row, " The answer is 3."), experience, 4)
-    for row in range(6):
-        start, end = int(experience.prompt_lengths[row]), int(experience.attention_mask[row].sum())
-        completion = experience.sequences[row, start:end]
-        prompt = encode_prompt(tokenizer, messages(task.train_rows[row // 2], " The answer is 3."))
-        logits = policy.model(torch.cat([torch.tensor(prompt), completion])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(dim=-1).gather(-1, completion[:, None])[:, 0]
-        torch.testing.assert_close(found[row, start - 1 : end - 1], expected, atol=1e-5, rtol=0)
-        assert (found[row, start - 1 : end - 1] - same[row, start - 1 : end - 1]).abs().max() > 0.01
 
 
 # Teachers -------------------------------------------------------------------------------------------------------------

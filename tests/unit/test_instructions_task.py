@@ -43,7 +43,28 @@ def test_the_table_of_decisions_holds(kind, kwargs, text, follows):
     assert check(kind, kwargs, text) == follows
     row = {"prompt": "", "instruction_id_list": [kind, kind], "kwargs": [kwargs, kwargs | {"num_sections": None}]}
     if kind != "detectable_format:multiple_sections":
+        assert (instructions.feedback(row, text) == "") == follows
         assert instructions.reward(row, text)["correct"] == instructions.reward(row, text)["followed"] == follows
+
+
+def test_feedback_has_the_measured_numbers_and_each_sentence_once():
+    words, letters = "length_constraints:number_words", "keywords:letter_frequency"
+    asked = [
+        (words, {"num_words": 4}),
+        (words, {"num_words": 7, "relation": "less than"}),
+        ("punctuation:no_comma", {}),
+    ]
+    asked += [(letters, {"letter": letter, "let_frequency": 3, "let_relation": how, "num_words": None})
+              for letter, how in (("t", "at least"), ("a", "less than"))]  # fmt: skip
+    row = dict(zip(("instruction_id_list", "kwargs"), zip(*asked, strict=True), strict=True))
+    assert instructions.feedback(row, "tea, at \u0430 spa") == (
+        'It must have no commas. It has 2 letters "t", but must have at least 3. It has 4 letters "a", but must '
+        "have at most 2."
+    )
+    assert instructions.feedback(row, "one two to three tatters in all").startswith(
+        "It has 7 words, but must have 4 to 6."
+    )
+    assert instructions.feedback(row, "...") == "It has no words."
 
 
 def test_the_table_was_read():

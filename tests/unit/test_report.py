@@ -155,6 +155,7 @@ def test_findings_are_grouped_into_ranges_of_steps(directory):
 @pytest.mark.parametrize(("changes", "sentence", "compares"), [
     ({}, "Its advantage says how much better it did than the others of its group.", True),
     ({"teacher": "tiny_teacher"}, "A teacher judges every token", False),
+    ({"hint": "both"}, "A teacher judges every token", False),
     ({"gae_lambda": 1.0}, "than a second network, the critic, had expected", False),
     ({"baseline": "mean", "group_size": 1}, "each once. Each completion earns a reward. Its advantage says how", False),
 ])  # fmt: skip

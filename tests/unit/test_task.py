@@ -63,6 +63,7 @@ def test_a_good_file_is_a_task(load):
     assert task.scorer.weights == {"correct": 1.0, "short": 0.5}
     assert task.total_reward(task.reward(task.train_rows[0], "x")) == 1.0
     assert task.describe(task.train_rows[0], "x") == {}
+    assert task.feedback(task.train_rows[0], "x") == ""
     assert (len(task.train_rows), len(task.eval_rows)) == (5, 2)
     assert task.file.question(task.train_rows[3]) == "What is 3+3?"
 
@@ -102,6 +103,13 @@ def test_a_reward_that_fails_later_names_its_row(load):
     assert task.reward(task.train_rows[2], "12345")["correct"] == 0.5
     with pytest.raises(UserError, match=rf"{FILE}: reward of rows\.jsonl:3 raised ZeroDivisionError"):
         task.reward(task.train_rows[2], "123")
+
+
+def test_feedback_is_a_text(load):
+    task = load(GOOD + "def feedback(row, text): return f'{text} is wrong' if row['answer'] != text else None")
+    assert task.feedback(task.train_rows[2], "5") == "5 is wrong"
+    with pytest.raises(UserError, match=rf"{FILE}: feedback of rows\.jsonl:3 must return a str, not None"):
+        task.feedback(task.train_rows[2], task.train_rows[2]["answer"])
 
 
 def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
