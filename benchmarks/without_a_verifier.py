@@ -201,7 +201,11 @@ def table(rows: dict) -> str:
             [max(rolling_means(run["correct"], LAST)[LAST - 1 :]) for run in runs],
             *([mean(run[key][-LAST:]) for run in runs] for key in ("correct", "earned", "length")),
         ]
-        cells = [f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in columns]
+        digits = [2, 2, 2, 2, 0]
+        cells = [
+            f"{mean(values):.{n}f} ({min(values):.{n}f} to {max(values):.{n}f})"
+            for n, values in zip(digits, columns, strict=True)
+        ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
