@@ -74,7 +74,8 @@ def load_judges(config: RunConfig) -> list[Judge]:
         for name in ("answer_begins", "strict", "stop_when"):
             value = getattr(config, name, None)
             if value and (name != "stop_when" or value == "over-optimised"):
-                raise UserError(f"--{name.replace('_', '-')} is about a judge: give --reward-model, or --judge")
+                remedy = "--reward-model, or --judge" if hasattr(config, "judge") else "--reward-model"
+                raise UserError(f"--{name.replace('_', '-')} is about a judge: give {remedy}")
         return []
     if config.strict and config.answer_begins is None:
         raise UserError("--strict needs to tell a thought from an answer: give --answer-begins")
