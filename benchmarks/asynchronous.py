@@ -11,20 +11,18 @@ docs/asynchronous_grid.png, and prints the tables of docs/asynchronous.md.
 
 import io
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 from typing import Literal, NamedTuple
 from unittest.mock import patch
 
 import tyro
+from load_file import load_file
 
 from viewer.results import read_runs
 from viewer.runs import rolling_means
@@ -69,7 +67,7 @@ Rows = dict[Setting, dict]  # of each run: the accuracy of every step, and more
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    load("lagging_sampler", "scale/asynchronous/lagging_sampler.py")  # which train.py imports
+    load_file("scale/asynchronous/lagging_sampler.py", "lagging_sampler")  # which train.py imports
     machine = describe_machine()  # now: the results change the checkout
     for setting in [] if config.draw_only else wanted(config):
         if setting not in read_rows():
@@ -99,18 +97,10 @@ def wanted(config: Config) -> list[Setting]:
     return [setting for setting in runs if setting.seed in config.seeds]
 
 
-def load(name: str, path: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, ROOT / path)
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def train(setting: Setting) -> dict:
     """One run in this process: the accuracy of each step, the gap to the sampler, and the seconds."""
     path = train_file("asynchronous" if setting.algorithm == "base" else f"experiment_{setting.algorithm}")
-    module = load(path.replace("/", "_"), path)
+    module = load_file(path)
     flags, changes, began = FLAGS | {"lr": setting.lr, "seed": setting.seed}, {}, time.time()
     if setting.algorithm == "base":
         flags |= {"lag": setting.lag, "correction": setting.correction}

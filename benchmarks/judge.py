@@ -1,7 +1,7 @@
 """Does a judge agree with the truth, before and after a policy is trained against it: docs/without_a_verifier.md.
 
     python benchmarks/judge.py --model smollm2 --judge-model smollm2 --name before
-    python benchmarks/judge.py --model runs/experiment_base/short/final --judge-model smollm2 --name after
+    python benchmarks/judge.py --model runs/experiment_base/short/checkpoints/step_31 --judge-model smollm2 --name after
 
 Samples answers to prompts with instructions that a program checks, and asks the judge several questions about each.
 The agreement is the area under the ROC curve: how often a right answer has a higher verdict than a wrong one.

@@ -10,7 +10,6 @@ Runs that already exist are not repeated, and results of missing ones are kept. 
 and prints the tables of the README.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,10 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 import tyro
+from load_file import load_file
 
 from common.chat import decode, encode_prompt
 from common.experience import collate
@@ -116,7 +116,7 @@ def result(place: Path) -> KeptRun:
 
 def base_log_prob(place: Path, model: str) -> dict[str, float]:
     """By step, the mean log-prob of a token under the untrained SmolLM2, as in docs/smollm2.md."""
-    page = load("smollm2", ROOT / "benchmarks/smollm2.py")
+    page = load_file("benchmarks/smollm2.py")
     base, samples = page.load(model), page.read_samples(place / "samples.jsonl")
     return {str(step): page.base_log_prob(base, page.trajectories_of(rows)) for step, rows in samples.items()}
 
@@ -129,7 +129,7 @@ def what_hints_change(
     Each question is answered `size` times. Its first completion with a hint gives the hint, with feedback the first
     wrong one, and it is answered `again` times. The agreement is measured on the first half of the questions.
     """
-    hinted_teacher = load("hinted_teacher", EXPERIMENT / "hinted_teacher.py")
+    hinted_teacher = load_file("imitation/self_distill/hinted_teacher.py", "hinted_teacher")
     task = task_of("arithmetic" if model in BUNDLED else "instructions")
     budget, data = (96, task.eval_data) if model in BUNDLED else (48, SMOLLM2["data"])
     rows = read_rows(str(data), task.fields)[:num_questions]
@@ -167,14 +167,6 @@ def draw(policy: Policy, prompts: list[list[int]], size: int, budget: int) -> li
     for row in drawn:
         row.text = decode(policy.tokenizer, row.completion_ids)
     return drawn
-
-
-def load(name: str, path: Path) -> ModuleType:
-    """A file beside a train.py, which is no module of this program."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def table(runs: list[KeptRun]) -> str:

@@ -1,4 +1,4 @@
-"""The same training with seven rewards, of which one is a verifier's: docs/without_a_verifier.md.
+"""The same training with a verifier's reward, and with seven others: docs/without_a_verifier.md.
 
     python benchmarks/without_a_verifier.py              # every missing run, on one core; the page says how long
     python benchmarks/without_a_verifier.py --draw-only  # the figure and the table again, from the committed data
@@ -10,17 +10,15 @@ benchmarks/results/without_a_verifier/runs.jsonl, and is not made again.
 
 import io
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import mean
 from time import time
-from types import ModuleType
 
 import tyro
+from load_file import load_file
 
 from viewer.results import read_runs
 from viewer.runs import rolling_means
@@ -75,7 +73,7 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    load("reference_answers", "rewards/likelihood/reference_answers.py")  # which its train.py imports
+    load_file("rewards/likelihood/reference_answers.py", "reference_answers")  # which its train.py imports
     machine = describe_machine()  # now: the results change the checkout
     for seed in [] if config.draw_only else config.seeds:
         for name in config.rewards:
@@ -123,15 +121,7 @@ def train(name: str, seed: int, runs: Path) -> dict:
 def call(experiment: str, arguments: list[str]) -> None:
     """Run a train.py in this process, in silence."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        load(experiment.replace("/", "_"), f"{experiment}/train.py").main(arguments)
-
-
-def load(name: str, path: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, ROOT / path)
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+        load_file(f"{experiment}/train.py").main(arguments)
 
 
 def write_verdicts(path: Path) -> Path:

@@ -184,6 +184,7 @@ def test_a_server_that_is_busy_is_asked_again_and_any_other_failure_is_said(writ
         {"choices": []},
         {"choices": [{"logprobs": None}]},
         {"choices": [{"logprobs": {"content": []}}]},
+        {"choices": [{"logprobs": {"content": [{"top_logprobs": []}]}}] * 2},  # to which question?
     ):
         serve.answers = [(200, answer)]
         with pytest.raises(EngineError, match=r"without log-probs \(logprobs, top_logprobs\)"):
@@ -191,6 +192,14 @@ def test_a_server_that_is_busy_is_asked_again_and_any_other_failure_is_said(writ
     serve.left = 0
     with pytest.raises(EngineError, match="has not answered POST /v1/chat/completions"):
         judge.score([QUESTION], ["61"])
+
+
+def test_a_server_that_is_too_slow_is_said(serve):
+    server = chat_server.ChatServer(serve.url, seconds=0.3)
+    assert server.submit(server.first_token(QUESTION)).result()
+    serve.seconds = 1.0
+    with pytest.raises(EngineError, match=r"has not answered /v1/chat/completions for 0\.3 seconds"):
+        server.submit(server.first_token(QUESTION)).result()
 
 
 def test_a_judge_needs_a_model_and_a_model_a_rubric(write):
