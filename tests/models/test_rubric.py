@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -155,7 +156,8 @@ def serve(monkeypatch):
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            with suppress(BrokenPipeError):  # nobody waits any longer
+                self.wfile.write(text)
 
         def log_message(self, *_) -> None:
             pass
