@@ -87,7 +87,7 @@ def ended_process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[str], ModuleType]:
-    """Import a file of the repository by its path, e.g. load_script("experiment_base/train.py")."""
+    """Import a file of the repository, e.g. load_script("experiment_base/train.py"), as python does."""
     modules: dict[str, ModuleType] = {}
 
     def load(path: str) -> ModuleType:
@@ -95,7 +95,9 @@ def load_script() -> Callable[[str], ModuleType]:
             name = path.removesuffix(".py").replace("/", "__")
             spec = importlib.util.spec_from_file_location(name, ROOT / path)
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.syspath_prepend((ROOT / path).parent)  # as python does
+                spec.loader.exec_module(module)
             modules[path] = module  # only now: a failed import must fail again
         return modules[path]
 

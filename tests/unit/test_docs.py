@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -245,11 +244,8 @@ NAMES = (
 
 
 @pytest.fixture(scope="module")
-def traps(load_script) -> Iterator:
-    """benchmarks/traps.py, which imports modules next to it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield load_script("benchmarks/traps.py")
+def traps(load_script):
+    return load_script("benchmarks/traps.py")
 
 
 @pytest.fixture(scope="module")
