@@ -1,4 +1,4 @@
-"""The turns of tools: the ids that follow the turn of a policy that has called them."""
+"""What follows a turn of the policy: the answers of tools that it has called, or what it sees of its environment."""
 
 import functools
 
@@ -8,20 +8,30 @@ from common.errors import UserError
 _CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
 
 
-def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int]) -> list[int]:
-    """The ids of the tools' answers, to be appended to a row that ends with the policy's end-of-turn token.
+def encode_observation(
+    tokenizer, contents: list[str], end_of_turn_ids: list[int], role: str = "tool", is_cut_off: bool = False
+) -> list[int]:
+    """The ids of new turns, to be appended to a row that ends with the policy's end-of-turn token.
 
     They begin with the template's text after that token, and end where the assistant's next turn begins. Earlier turns
     are not rendered again: a short conversation takes their place, since the row's ids are already known.
+
+    Args:
+        contents: the texts of the turns.
+        role: whose turns they are: the tools' answers, or of an environment, which speaks as the "user".
+        is_cut_off: the policy's turn has no end-of-turn token, so that the template's comes first.
 
     Raises:
         UserError: the chat template has no turns for tools.
     """
     ends = tuple(end_of_turn_ids)
-    call, written = _call_before_tools(tokenizer, ends)
-    rendered = render(tokenizer, [QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
+    before, written = _call_before_tools(tokenizer, ends) if role == "tool" else (ANSWER, ANSWER["content"])
+    turns = [_tool_turn(text) if role == "tool" else {"role": role, "content": text} for text in contents]
+    rendered = render(tokenizer, [QUESTION, before, *turns], add_generation_prompt=True)
     start = end_of_turn(tokenizer, rendered, written, ends)
-    return encode_rendered(tokenizer, rendered[start:], before=rendered[:start])
+    ids = encode_rendered(tokenizer, rendered[start:], before=rendered[:start])
+    end = [i for i in ends if rendered[:start].endswith(tokenizer.decode([i]))][:1] if is_cut_off else []
+    return end + ids
 
 
 @functools.lru_cache

@@ -64,7 +64,7 @@ def sample(
     trajectories = begin_rows(prompts, group_size, prompt_index, rows)
     size = generation_batch_size or len(prompts) * group_size or 1
     batches = in_groups(trajectories, size - size % group_size if size >= group_size else size, rows)
-    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy)
+    _continue_batches(policy, batches, (max_new_tokens, math.inf, math.inf), key, top_p, greedy)
     return trajectories
 
 
@@ -101,6 +101,7 @@ def continue_rows(
     *,
     max_new_tokens: int,
     key: tuple[int, ...],
+    max_turn_tokens: float = math.inf,
     max_length: float = math.inf,
     top_p: float = 1.0,
     greedy: bool = False,
@@ -115,6 +116,7 @@ def continue_rows(
             reached it is left as it is, with finish_reason "length".
         key: the same as for the earlier turns. A row's n-th token is drawn with its n-th random number, whatever its
             turn.
+        max_turn_tokens: the budget of this turn, as far as that of all turns allows it.
         max_length: of all ids of a row: the model's context.
         kept: holds the keys and values of these rows from turn to turn, so that only a row's new tokens are run; a new
             `KeptRows()` for each rollout. It holds one batch: rows of several batches are run again.
@@ -125,20 +127,21 @@ def continue_rows(
     lengths = [len(row.ids) for row in rows]
     size = generation_batch_size or len(rows) or 1
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, kept)
+    most = (max_new_tokens, max_turn_tokens, max_length)
+    _continue_batches(policy, batches, most, key, top_p, greedy, kept)
     return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _continue_batches(
     policy: Policy,
     batches: list[list[Trajectory]],
-    max_new_tokens: int,
-    max_length: float,
+    most: tuple[float, float, float],  # tokens: of all turns, of this one, and with the prompt
     key: tuple[int, ...],
     top_p: float,
     greedy: bool,
     kept: "KeptRows | None" = None,
 ) -> None:
+    max_new_tokens, max_turn_tokens, max_length = most
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     # Weights that are gathered in PyTorch's inference mode could no longer be trained, so gather them before it.
@@ -147,7 +150,7 @@ def _continue_batches(
             rows, budgets = [], []
             for row in batch:
                 row.finish_reason = "length"  # until it ends its turn
-                budget = int(min(max_new_tokens - row.num_action_tokens, max_length - len(row.ids)))
+                budget = int(min(max_new_tokens - row.num_action_tokens, max_turn_tokens, max_length - len(row.ids)))
                 if budget > 0:
                     rows.append(row)
                     budgets.append(budget)

@@ -7,6 +7,8 @@ the row but belong to no completion: no length, budget, reward, loss or denomina
 import math
 from dataclasses import dataclass, field
 
+from common.episode import Episode
+
 
 @dataclass
 class Trajectory:
@@ -37,6 +39,7 @@ class Trajectory:
     # More measurements, which are only logged: a float of 0 or 1 answers a yes-or-no question, an int counts
     description: dict[str, float] = field(default_factory=dict)
     logged: dict[str, object] = field(default_factory=dict)  # what reward functions have logged about it, by name
+    episode: Episode | None = None  # in an environment with a state
 
     @property
     def completion_ids(self) -> list[int]:

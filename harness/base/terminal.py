@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 # How the lines of a printed conversation begin, and their colors: cyan, yellow, green
-POLICY, TOOL, REWARD = "  policy", "  tool", "  reward"
-_COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}
+POLICY, TOOL, WORLD, REWARD = "  policy", "  tool", "  world", "  reward"
+_COLORS = {POLICY: 36, TOOL: 33, WORLD: 33, REWARD: 32}
 
 
 def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:

@@ -14,7 +14,7 @@ from common.trajectory import Trajectory
 
 from harness.base.files import finite, read_lines
 from harness.base.ranks import on_main
-from harness.base.terminal import POLICY, REWARD, TOOL, printable
+from harness.base.terminal import POLICY, REWARD, TOOL, WORLD, printable
 from harness.logs.statistics import RowUpdate, UpdateStatistics
 from harness.task.task import Task
 
@@ -94,6 +94,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "entropy": per_token(updates[0].measurements["entropy"]) if updates else None,
         "rewards": row.rewards,
         **({"logged": row.logged} if row.logged else {}),
+        **({"episode": row.episode.by_turn()} if row.episode else {}),
         "advantage": _advantage(experience, index),
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],
@@ -137,8 +138,8 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 
 
 def turn_lines(turns: list[tuple[str, str]]) -> list[str]:
-    """One line per turn of a conversation, for the policy and the tools."""
-    names = {"assistant": POLICY, "tool": TOOL}
+    """One line per turn of a conversation, for the policy, and the tools or the world."""
+    names = {"assistant": POLICY, "tool": TOOL, "user": WORLD}
     return [f"{names[role]} {printable(text, 240, END)}" for role, text in turns[:MOST_TURNS]]
 
 

@@ -20,7 +20,7 @@ from harness.base.places import current_path
 from harness.base.ranks import is_first_here
 from harness.base.terminal import say
 from harness.task.task import Task
-from harness.task.task_file import task_of
+from harness.task.task_file import seconds_of, task_of
 
 # The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
@@ -86,7 +86,7 @@ def resolved_defaults(config: ModelConfig, resolved: dict[str, dict]) -> dict:
     """The values of flags left at None, for this model and task."""
     if not hasattr(config, "system_prompt"):
         return resolved[config.kind]
-    system_prompt = "" if config.kind == "tiny" else task_of(config.task).system_prompt
+    system_prompt = "" if config.kind == "tiny" else task_of(config.task, seconds_of(config)).system_prompt
     return resolved[config.kind] | {"system_prompt": system_prompt}
 
 

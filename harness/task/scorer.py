@@ -71,7 +71,10 @@ class Scorer:
         return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)
 
     def try_out(self, row: dict) -> None:
-        """Reward and describe an empty completion, so that a task that cannot work is refused early."""
+        """Reward and describe an empty completion, or play a turn, so that a task that cannot work is refused early."""
+        if self.file.is_environment:
+            self.file.try_play(row)
+            return
         self.reward(row, "")
         self.file.describe(row, "")
         self.fault = None

@@ -19,7 +19,7 @@ from harness.data.rows import Row
 from harness.models.context import check_prompts, context_length, longest_prompt
 from harness.processes.processes import agreed
 from harness.task.scorer import Scorer
-from harness.task.task_file import TaskFile, task_of
+from harness.task.task_file import TaskFile, seconds_of, task_of
 
 
 @dataclass(eq=False, repr=False)
@@ -102,7 +102,8 @@ def load_task(
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
+    known = sum(map(len, shared_questions(train_rows, eval_rows)))
+    if known and not file.is_environment:  # whose rows can begin alike
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(scorer, [*train_rows, *eval_rows])  # before a model is loaded
     scorer.try_out(train_rows[0])
@@ -136,7 +137,7 @@ def load_scorer(config: RunConfig, more_weights: dict[str, float] | None = None)
         from harness.task.reward_functions import RewardFunctions
 
         functions = RewardFunctions(config.reward_functions)
-    file, prompt = task_of(config.task), config.system_prompt or ""
+    file, prompt = task_of(config.task, seconds_of(config)), config.system_prompt or ""
     scorer = Scorer(file, config.reward_weight, more_weights, judges, functions, prompt)
     if not any(scorer.weights.values()):
         remedy = "give a --reward-model or a --judge, or raise one with --reward-weight"

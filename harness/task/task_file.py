@@ -62,9 +62,12 @@ class Watchdog:
 class TaskFile:
     """The functions and constants of a task's file; a UserError names a missing or unusable one."""
 
+    FUNCTIONS = (("messages", "row, system_prompt"), ("reward", "row, text"))  # that the file must define
+    is_environment = False
+
     def __init__(self, module: ModuleType, name: str):
         self.name, self._module = name, module
-        for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
+        for function, arguments in self.FUNCTIONS:
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
         self.weights = self._read_weights()  # by component, before any flag
@@ -128,13 +131,17 @@ class TaskFile:
         if not self.has("describe"):
             return {}
         found = self._call("describe", row, text, kind=dict, what="a dict of numbers")
+        self.check_description(row, found)
+        return {name: self._number("describe", row, name, value) for name, value in found.items()}
+
+    def check_description(self, row: dict, found: dict) -> None:
+        """Refuse names that differ from those of other completions, or that another metric has."""
         self._described = set(found) if self._described is None else self._described
         if differing := set(found) ^ self._described:
             problem = f"must return the same names for every completion; it differs in {', '.join(sorted(differing))}"
             raise self.error("describe", row, problem)
         if wrong := [name for name in found if name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
             raise self.error("describe", row, f"cannot use the name {wrong[0]!r}")
-        return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def solution(self, row: dict) -> str | None:
         """A completion that earns the reward of a row; None if the task has no `solution`, or returns none."""
@@ -198,7 +205,7 @@ class TaskFile:
         raise self.error(function, row, f"gives {name!r} the value {short(value)}, which is not a number")
 
     def _read_weights(self) -> dict[str, float]:
-        found = getattr(self._module, "REWARD_WEIGHTS", None)
+        found = getattr(self._module, "REWARD_WEIGHTS", {"reward": 1.0} if self.is_environment else None)
         if not isinstance(found, dict) or not found or not all(map(is_finite, found.values())):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(found)}")
         return {component: float(weight) for component, weight in found.items()}
@@ -215,9 +222,23 @@ def tell(error: Exception) -> None:
     say(str(error), sys.stderr, anyway=True)
 
 
-def task_of(name: str) -> TaskFile:
-    """The file of the task with this name or path."""
-    return TaskFile(import_named(name), shown(name))
+def task_of(name: str, environment_seconds: float | None = None) -> TaskFile:
+    """The file of the task with this name or path; with a time limit of its turns, of the environment."""
+    module = import_named(name)
+    if environment_seconds is None:
+        if hasattr(module, "Environment"):
+            raise UserError(f"--task {shown(name)} is an environment of many turns: agents/world/train.py plays it")
+        return TaskFile(module, shown(name))
+    from harness.environments.environment_file import EnvironmentFile
+
+    if not hasattr(module, "Environment"):
+        raise UserError(f"--environment {shown(name)}: it defines no class Environment (docs/environments.md)")
+    return EnvironmentFile(module, shown(name), environment_seconds)
+
+
+def seconds_of(config: object) -> float | None:
+    """The time limit of a turn in settings whose task is an environment."""
+    return getattr(config, "environment_seconds", None)
 
 
 def bundled_tasks() -> list[str]:
@@ -238,7 +259,9 @@ def import_named(name: str) -> ModuleType:
 
 @functools.cache  # the command line and the run both ask for this file
 def _import_once(path: Path, _changed_at: int, name: str) -> ModuleType:
-    return import_file(path, "task", name)[0]
+    module, source = import_file(path, "task", name)
+    module.SOURCE = source  # an environment's workers import what this process has imported
+    return module
 
 
 def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:

@@ -152,6 +152,7 @@ class Workers:
     number: int = NUM_WORKERS  # processes, and therefore calls at the same time
     memory: int | None = None  # bytes of address space per process; None: unlimited
     first: str | None = None  # a function that a process calls before it is ready
+    longest: int = 4000  # characters of an answer; a policy hardly reads more
 
     def __post_init__(self) -> None:
         self._free = threading.BoundedSemaphore(self.number)
@@ -167,7 +168,7 @@ class Workers:
 
     def ask(self, name: str, arguments: dict) -> str:
         """The result of a function, or a line that begins with "error:" if it raised; see `Worker.ask`."""
-        request = json.dumps({"name": name, "arguments": arguments})
+        request = json.dumps({"name": name, "arguments": arguments, "longest": self.longest})
         with self._free:
             worker = self._take()
             answer = worker.ask(request, self.seconds)

@@ -15,7 +15,6 @@ import threading
 from contextlib import suppress
 from types import ModuleType
 
-LONGEST = 4000  # characters of an answer; a policy hardly reads more
 FIRST_FREE = 3  # the number of the first file that is not stdin, stdout or stderr
 
 
@@ -50,7 +49,8 @@ def main() -> None:
                     module = _import(**request)
                     answer = {"text": "ready"}
                 else:
-                    answer = {"text": _as_text(getattr(module, request["name"])(**request["arguments"]))}
+                    found = getattr(module, request["name"])(**request["arguments"])
+                    answer = {"text": _as_text(found, request["longest"])}
             except BaseException as error:  # also SystemExit: an answer like any other
                 answer = {"error": _describe(error)}
             if os.getpid() != own_number:  # the tool has forked, and this is its child
@@ -109,21 +109,21 @@ def _import(path: str, source: str, search: list[str], memory: int | None, first
     return module
 
 
-def _as_text(result: object) -> str:
+def _as_text(result: object, longest: int) -> str:
     """Text unchanged, other values as JSON if possible, else `str`; shortened, and always encodable."""
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             result = str(result)
-    text = result if len(result) <= LONGEST else result[:LONGEST] + " ..."
+    text = result if len(result) <= longest else result[:longest] + " ..."
     return text.encode("utf-8", "replace").decode()
 
 
 def _describe(error: BaseException) -> str:
     text = ""
     with suppress(Exception):  # from the error's own __str__
-        text = str(error)[:LONGEST]
+        text = str(error)[:1000]
     return ": ".join(filter(None, [type(error).__name__, text]))
 
 
