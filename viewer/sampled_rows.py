@@ -68,6 +68,7 @@ def _encode_row(row: dict) -> dict:
         "completion_index": row["completion_index"],
         "text": row.get("text", ""),
         "turns": row.get("turns"),
+        "episode": _by_turn(row.get("episode")),
         "ids": ids[start:],
         "mask": mask[start:],
         "rewards": {name: number(value) for name, value in row.get("rewards", {}).items()},
@@ -88,6 +89,16 @@ def _encode_row(row: dict) -> dict:
             for update in row.get("updates", [])
         ],
     }
+
+
+def _by_turn(episode: object) -> list[dict] | None:
+    """What is known of each turn in an environment: its state before the turn, and the turn's reward and advantages."""
+    if not isinstance(episode, dict):
+        return None
+    names = {"states": "state", "rewards": "reward", "advantages": "advantage", "exact": "exact"}
+    columns = {name: episode[plural] for plural, name in names.items() if isinstance(episode.get(plural), list)}
+    turns = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=False)]
+    return [{name: str(x) if name == "state" else number(x) for name, x in turn.items()} for turn in turns]
 
 
 def _at(places: list[int], values: list) -> list[float | None]:

@@ -64,7 +64,7 @@ class GroupView {
       !isGiven(row) && fact("advantage", signed(row.advantage, 4)),
       rewards.map(([name, value]) => fact(name, short(value), name.replaceAll("_", " "))),
       fact("length", `${row.sampler.length}`),
-      fact("trajectory", `${this.group.prompt.length + row.ids.length}`, row.turns ? "with prompt and tools" : "with prompt"),
+      fact("trajectory", `${this.group.prompt.length + row.ids.length}`, row.episode ? "with prompt and world" : row.turns ? "with prompt and tools" : "with prompt"),
       fact("finish_reason", end, "end"),
       this.hasTerms && fact("terms", signed(terms, 8), "sum of terms"),
     ];
@@ -89,7 +89,7 @@ class GroupView {
     const spans = [...list.children];
     starts.forEach((start, segment) => {
       const length = (starts[segment + 1] ?? row.mask.length) - start;
-      const [who, where] = row.mask[start] ? ["policy", "in the loss"] : ["tools and template", "not in the loss"];
+      const [who, where] = row.mask[start] ? ["policy", "in the loss"] : [row.episode ? "world and template" : "tools and template", "not in the loss"];
       const text = `${who}: ${count(length, "token")} ${where}`;
       spans[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
     });
@@ -273,19 +273,31 @@ function otherGroup(step, { rows }) {
 
 // ---- conversations
 
+const SPEAKERS = { user: "world" }; // after the prompt, only an environment speaks as the user
+
 /** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
 function conversation(row) {
   const lengths = (row.mask.join("").match(/1+/g) ?? []).map((run) => run.length);
   const isCounted = row.turns.filter(([role]) => role === "assistant").length === lengths.length;
+  const acts = [...(row.episode ?? [])];
   const turns = row.turns.map(([role, text]) => {
     const isPolicy = role === "assistant";
+    const act = isPolicy ? acts.shift() : undefined;
     const length = isPolicy && isCounted ? `${count(lengths.shift(), "token")} ` : "";
     const known = `: ${length}${isPolicy ? "in the loss" : "not in the loss"}`;
-    const who = element("span", { class: "who" }, element("b", {}, isPolicy ? "policy" : role), known);
+    const who = element("span", { class: "who" }, element("b", {}, isPolicy ? "policy" : SPEAKERS[role] ?? role), known);
     const said = element("div", { class: "said" }, withCalls(text));
-    return element("li", { class: isPolicy ? "turn policy" : "turn tool" }, who, said);
+    return element("li", { class: isPolicy ? "turn policy" : "turn tool" }, who, said, act && credit(act));
   });
   return element("ol", { class: "turns" }, turns);
+}
+
+/** What a turn in an environment has earned, and what training makes of it. */
+function credit({ state, reward, advantage, exact }) {
+  const parts = [`in the state ${shortened(state, 200)}`, `reward ${short(reward)}`];
+  if (isNumber(advantage)) parts.push(`advantage ${signed(advantage, 3)}`);
+  if (isNumber(exact)) parts.push(`exactly ${signed(exact, 3)}`);
+  return element("p", { class: "note credit" }, parts.join(", "));
 }
 
 /** A text in which calls of tools are set apart. */
