@@ -4,11 +4,13 @@
     python chat.py --model runs/experiment_base/<name>/final --compare tiny        # before and after, side by side
     python chat.py --model runs/experiment_multiturn_tool_calling/<name>/final --calculator --show probabilities
     echo "What is 47 plus 29?" | python chat.py
+    python chat.py --environment thin_ice --model tiny_world      # walk in a world yourself; /act lets the policy act
 
 In the terminal, a line that begins with / is a command:
 
     /why 3     the five most probable tokens in the place of the answer's third token
-    /new       forget the conversation
+    /new       forget the conversation; in a world: begin the next one
+    /act       in a world: the policy takes the turn
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -44,6 +46,8 @@ from harness.models.loading import load_policy
 from harness.run.start import run_main
 from harness.search.opening import open_index
 from harness.search.search_config import SearchConfig
+from harness.task.questions import load_own_rows
+from harness.task.task_file import task_of
 from harness.tools.tool_files import load_tools
 
 BEST = 5  # tokens that /why shows
@@ -64,7 +68,9 @@ class Config(SearchConfig, ModelConfig):
     calculator: bool = False  # offer the calculator
     tools: InputPath | None = None  # a Python file whose functions are tools, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
-    max_turns: Count = 8  # turns of the policy per question; tools answer between them
+    max_turns: Count = 8  # turns of the policy per question, while tools answer; in a world, of an episode
+    environment: LocalPath | None = None  # a world to walk in, see docs/environments.md; None: talk
+    data: InputPath | None = None  # with --environment: the rows of the worlds; None: its own
 
 
 class DirectSearcher(Searcher):
@@ -83,6 +89,9 @@ def main(argv: list[str] | None = None) -> None:
         tools["search"] = DirectSearcher(open_index(config), config.top_k).search
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     console = Console(highlight=False, soft_wrap=True)
+    if config.environment is not None:
+        walk(config, console)
+        return
     speakers = [Speaker(config, tools)]
     if config.compare is not None:
         other = replace(config, model=config.compare)
@@ -105,6 +114,32 @@ def main(argv: list[str] | None = None) -> None:
             # if the user types, Ctrl-C during an answer ends only the answer; at the prompt it ends the program
             with suppress(KeyboardInterrupt) if sys.stdin.isatty() else nullcontext():
                 show_answers(console, speakers, line)
+
+
+def walk(config: Config, console: Console) -> None:
+    """Play the environment that the settings name: each line is an action of the user's, and /act is the policy's."""
+    world = task_of(config.environment, environment_seconds=config.tool_seconds)
+    rows, speaker = load_own_rows(world, config.data), Speaker(config, {})
+    for number, row in enumerate(rows):
+        episode = world.begin(row, config.seed, row.get("max_turns", config.max_turns))
+        speaker.messages[:] = world.ask(episode.observation, config.system)
+        console.print(Text(f"world {number + 1} of {len(rows)}, {episode.max_turns} turns", style="dim"))
+        console.print(Text(visible(episode.observation), style="yellow"))
+        while not episode.has_ended:
+            line = next(read_lines(console), None)
+            if line is None:
+                return
+            if line == "/new":
+                break
+            action = speaker.act() if line == "/act" else line
+            if line == "/act":
+                console.print(Text(visible(action)))
+            world.step_all([episode], [action])
+            speaker.messages += [{"role": "assistant", "content": action}]
+            speaker.messages += [{"role": "user", "content": episode.observation}]
+            console.print(Text(visible(episode.fault or episode.observation), style="yellow"))
+        earned = ", ".join(f"{name} {value:g}" for name, value in world.earned(episode).items())
+        console.print(Text(f"{earned} after {episode.num_turns} turns", style="green"))
 
 
 def show_answers(console: Console, speakers: list["Speaker"], question: str) -> None:
@@ -171,6 +206,15 @@ class Speaker:
                 row.observe(ids, context_length(policy))
         finally:  # also for an answer that Ctrl-C has cut off
             self.messages.append({"role": "assistant", "content": decode(policy.tokenizer, row.ids[start:])})
+
+    def act(self) -> str:
+        """The policy's next turn after `messages`, which it does not change."""
+        policy, config = self._policy, self._config
+        [row] = begin_rows([encode_prompt(policy.tokenizer, self.messages)], 1, [self._asked])
+        self._asked += 1
+        settings = {"top_p": config.top_p, "greedy": config.greedy, "max_length": context_length(policy)}
+        [ids] = continue_rows(policy, [row], max_new_tokens=config.max_new_tokens, key=(config.seed,), **settings)
+        return decode(policy.tokenizer, ids)
 
     def _turn(self, row: Trajectory, kept: KeptRows) -> Iterator[Text]:
         """One turn, drawn by the sampler of the experiments, one token at a time."""

@@ -23,6 +23,12 @@ def find_sources(file: TaskFile, data: str | None, eval_data: str | None) -> tup
     return source, find_test_data(source) if eval_source is None else eval_source
 
 
+def load_own_rows(file: TaskFile, data: str | None) -> list[Row]:
+    """The rows to look at: of `data`, else those that the file is evaluated with."""
+    source, eval_source = find_sources(file, data, None)
+    return load_rows(source if data is not None or eval_source is None else eval_source, file, (), None)
+
+
 def load_rows(source: str, file: TaskFile, at_most: tuple[str, ...], max_question_length: int | None) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they belong to another task."""
     try:
