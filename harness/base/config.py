@@ -25,6 +25,7 @@ BUNDLED = {
     "tiny_countdown": ROOT / "data" / "policies" / "tiny_policy_countdown",
     "tiny_teacher": ROOT / "data" / "policies" / "tiny_teacher",  # a LoRA adapter of the first, which reasons
     "tiny_reader": ROOT / "data" / "policies" / "tiny_reader",  # another one, which reads hints
+    "tiny_world": ROOT / "data" / "policies" / "tiny_world",  # knows the words and some of the ways of thin_ice
 }
 ADAPTER_SETTINGS = "adapter_config.json"
 # The training of a bundled policy: its tasks, and a description
@@ -32,6 +33,7 @@ TAUGHT = {
     "tiny": (("arithmetic",), "short sums and products of small numbers"),
     "tiny_tools": (("arithmetic", "calculator", "qa"), "the bundled calculator questions and documents"),
     "tiny_countdown": (("countdown",), "Countdown with small numbers"),
+    "tiny_world": (("thin_ice",), "the bundled world"),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

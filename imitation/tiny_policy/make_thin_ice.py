@@ -1,0 +1,122 @@
+"""Write the maps of tasks/thin_ice.py, and the lessons from which the policy tiny_world has learned it.
+
+    python imitation/tiny_policy/make_thin_ice.py              # seconds; the same bytes every time
+    python imitation/tiny_policy/make_thin_ice.py lessons      # runs/thin_ice/: demonstrations, and a policy to teach
+
+thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4 x 4 cells whose shortest way takes 2
+to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
+
+A demonstration is the way of a walker that takes a best action with probability 1 - NOISE, else any action; only ways
+that reach the reward are kept: the lessons hold many detours, and nobody falls into the water. The words of this world
+are new to the policy `tiny`: its embeddings of tokens that it has never seen are nearly equal (cosine 0.99), so it
+could not tell N from S. Each of them gets a new random embedding, as long as those of the digits, before any lesson.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from data_files import write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks.thin_ice import ACTIONS, Environment, distances, start_of, transition
+
+from harness.base.config import TINY_POLICY
+
+SEED = 20261128
+SLACK = 3  # turns of the budget beyond the shortest way
+NOISE = (0.5, 0.5, 0.5, 0.9)  # of a demonstration, drawn from these
+LONGEST = 14  # turns of a demonstration
+NUM_LESSONS = 12_000
+LESSONS = Path("runs") / "thin_ice"
+SEEN = "0123456789 "  # text whose tokens keep their embeddings
+
+
+def draw_map(rng: random.Random, size: int = 4) -> dict:
+    """A map with a way to the reward; the budget is set by its shortest way."""
+    cells = [[x, y] for x in range(1, size + 1) for y in range(1, size + 1)]
+    while True:
+        rng.shuffle(cells)
+        coin, bridge, *others = cells
+        num_ice = rng.choice((1, 2, 3)) * size // 4
+        row = {"size": size, "at": rng.choice([coin, *others[num_ice:]]), "has": rng.random() < 0.25}
+        row |= {"coin": coin, "bridge": bridge, "ice": sorted(others[:num_ice])}
+        shortest = distances(row).get(start_of(row))
+        if shortest is not None:
+            return row | {"optimal": shortest, "max_turns": shortest + SLACK}
+
+
+def make_rows(name: str, per_length: int, lengths: range, size: int = 4, without: list[dict] = ()) -> list[dict]:
+    """Different maps, `per_length` for each length of the shortest way; the lengths take turns."""
+    rng, known = random.Random(f"{SEED} {name}"), set(map(json.dumps, without))
+    found: dict[int, list[dict]] = {length: [] for length in lengths}
+    while any(len(rows) < per_length for rows in found.values()):
+        row = draw_map(rng, size)
+        rows = found.get(row["optimal"], [None] * per_length)
+        if len(rows) < per_length and json.dumps(row) not in known:
+            known.add(json.dumps(row))
+            rows.append(row)
+    return [row for some in zip(*found.values(), strict=True) for row in some]
+
+
+def demonstrate(rng: random.Random, row: dict) -> list[dict] | None:
+    """A conversation with the world that ends with the reward; None if the walker has not found it."""
+    noise, left = rng.choice(NOISE), distances(row)
+    environment, state = Environment(), start_of(row)
+    messages = [{"role": "user", "content": environment.reset(row, 0)}]
+    for _ in range(LONGEST):
+        best = [action for action in ACTIONS if left.get(transition(row, state, action), 99) < left[state]]
+        action = rng.choice(ACTIONS if rng.random() < noise else best)
+        seen, reward, is_over = environment.step(action)
+        messages.append({"role": "assistant", "content": action})
+        if is_over:
+            return messages if reward else None
+        messages.append({"role": "user", "content": seen})
+        state = environment.here
+    return None
+
+
+def make_lessons(rows: list[dict]) -> list[dict]:
+    """Demonstrations on maps that are in none of the files."""
+    rng, known = random.Random(f"{SEED} lessons"), {json.dumps(row) for row in rows}
+    lessons = []
+    while len(lessons) < NUM_LESSONS:
+        row = draw_map(rng)
+        if 2 <= row["optimal"] <= 9 and json.dumps(row) not in known and (messages := demonstrate(rng, row)):
+            lessons.append({"messages": messages})
+    return lessons
+
+
+def write_student(folder: Path) -> None:
+    """The policy `tiny`, with new embeddings of this world's words."""
+    tokenizer, model = AutoTokenizer.from_pretrained(TINY_POLICY), AutoModelForCausalLM.from_pretrained(TINY_POLICY)
+    model, embeddings = model.float(), model.get_input_embeddings().weight
+    texts = [*ACTIONS, " N", " E", " S", " W", "coin", " coin", "bridge", " bridge", ", ice", "error, N"]
+    new = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
+    seen = set(tokenizer.encode(SEEN, add_special_tokens=False))
+    with torch.no_grad():
+        length = embeddings[sorted(seen)].norm(dim=1).mean()
+        draws = torch.randn(len(new - seen), embeddings.shape[1], generator=torch.Generator().manual_seed(SEED))
+        embeddings[sorted(new - seen)] = length * draws / draws.norm(dim=1, keepdim=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    heldout = make_rows("heldout", 16, range(2, 10))
+    train = make_rows("train", 128, range(2, 10), without=heldout)
+    if sys.argv[1:] == ["lessons"]:
+        write_student(LESSONS / "student")
+        lines = [json.dumps(lesson) + "\n" for lesson in make_lessons([*heldout, *train])]
+        (LESSONS / "lessons.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{LESSONS}: {len(lines)} demonstrations, and a policy to teach")
+        return
+    write_rows(
+        {"thin_ice": train, "thin_ice_heldout": heldout, "thin_ice_large": make_rows("large", 8, range(6, 14), 6)}
+    )
+
+
+if __name__ == "__main__":
+    main()
