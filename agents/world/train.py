@@ -62,6 +62,7 @@ class Config(RunConfig):
 
     credit: Credit = "episode"  # who earned the reward: each turn's advantage, see turn_credit.py
     turn_discount: Share = 0.95  # a reward counts this much less for each turn before it; not with "episode"
+    process_weight: Positive = 0.1  # what "progress" and "potential" pay for coming nearer, in units of reward
     max_turns: Count = 10  # turns of the policy per episode, for rows without a max_turns of their own
     # tokens of one turn: one without end does not spend the episode; None: 8 for the bundled policy, else 256
     max_turn_tokens: Count | None = None
@@ -129,7 +130,7 @@ def train(
 
         # 3 advantage: of every turn, for all of its tokens
         episodes = [row.episode for row in trajectories]
-        for episode, advantages in zip(episodes, turn_advantages(config, episodes), strict=True):
+        for episode, advantages in zip(episodes, turn_advantages(config, policy, trajectories), strict=True):
             episode.advantages = advantages  # a number for each turn
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = spread([episode.advantages for episode in episodes], experience.action_mask)  # (B, T-1)

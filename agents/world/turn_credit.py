@@ -1,13 +1,194 @@
+"""Who earned the reward? The advantage of every turn, by different answers to this question.
+
+An episode of a group has n turns: in the state s_k the policy takes the action a_k and earns r_k, k = 0..n-1. Written
+
+    R = sum of r_k, the return      G_k = r_k + gamma G_k+1, the reward to go      N(x) = (x - mean) / (std + eps)
+
+`--credit` chooses; the functions below explain. What their means run over differs: the episodes of a group, all of its
+turns, or those that begin in the same state. AdamW hardly notices how large advantages are, but it does notice how
+large they are beside one another: methods whose differences are values of states, and so have their own scale, are
+divided by the root mean square of the whole step, and the others are normalised in each group.
+
+States are compared as the environment's `state()` gives them, or by its observations if it has none.
+"""
+
+from collections import defaultdict
+from statistics import fmean, stdev
 from typing import Literal
 
-import torch
+from exact_advantages import exact_advantages
 
-from common.advantages import STD_EPS, group_advantages, group_std
+from common.advantages import STD_EPS
+from common.episode import Episode
+from common.errors import UserError
+from common.parallel import gather
+from common.policy import Policy
+from common.trajectory import Trajectory
 
 Credit = Literal["episode", "reward_to_go", "gigpo", "action_mean", "walked_graph", "progress", "potential", "exact"]
+Turns = list[list[float]]  # one number for each turn of each episode
 
 
-def turn_advantages(config, episodes):
-    returns = torch.tensor([sum(e.rewards) for e in episodes]).view(-1, config.group_size)
-    a = group_advantages(returns) / (group_std(returns) + STD_EPS)
-    return [[float(x)] * e.num_turns for x, e in zip(a.view(-1), episodes)]
+def turn_advantages(config, policy: Policy, trajectories: list[Trajectory]) -> Turns:
+    """The advantages of all turns of B episodes, a group's G adjacent; exactly 0 where nothing can be compared."""
+    episodes, gamma, advantages = [row.episode for row in trajectories], config.turn_discount, []
+    if config.credit == "exact":
+        return unit_root_mean_square(exact_advantages(policy, trajectories))
+    for start in range(0, len(episodes), config.group_size):
+        group = episodes[start : start + config.group_size]
+        match config.credit:
+            case "episode":
+                advantages += of_episodes(group)
+            case "reward_to_go":
+                advantages += normalise(rewards_to_go(group, gamma))
+            case "gigpo":
+                advantages += gigpo(group, gamma)
+            case "action_mean":
+                advantages += action_means(group, gamma)
+            case "walked_graph":
+                advantages += walked_graph(group, gamma)
+            case "progress":
+                advantages += normalise(rewards_to_go(group, gamma, progress_rewards(group, config.process_weight)))
+            case "potential":
+                shaped = potential_rewards(group, config.process_weight, gamma)
+                advantages += normalise(rewards_to_go(group, gamma, shaped))
+    return unit_root_mean_square(advantages) if config.credit in ("action_mean", "walked_graph") else advantages
+
+
+def of_episodes(group: list[Episode]) -> Turns:
+    """GRPO: A_k = N(R) over the group, the same for all turns (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    [advantages] = normalise([[sum(episode.rewards) for episode in group]])
+    return [[one] * episode.num_turns for one, episode in zip(advantages, group, strict=True)]
+
+
+def rewards_to_go(group: list[Episode], gamma: float, rewards: Turns | None = None) -> Turns:
+    """G_k = r_k + gamma G_k+1, of the environment's rewards or of others. `--credit reward_to_go`: N(G) over all turns.
+
+    A turn is not blamed for what was earned before it; with gamma below 1, a long way to the reward is worth less.
+    """
+    found = []
+    for own in [episode.rewards for episode in group] if rewards is None else rewards:
+        to_go = [0.0]
+        for reward in reversed(own):
+            to_go.append(reward + gamma * to_go[-1])
+        found.append(to_go[:0:-1])
+    return found
+
+
+def gigpo(group: list[Episode], gamma: float) -> Turns:
+    """GiGPO: A_k = N(R) over the episodes + N(G_k) over the turns of the group that begin in the same state s_k.
+
+    Feng et al. 2025, arXiv 2505.10978, equations 3 to 8, with weight 1 and the standard deviation as normalisation (the
+    paper also proposes none). Their code (verl-agent, gigpo/core_gigpo.py) takes the observation as the state, and a
+    state that was visited once keeps its G_k, where the equation, and this function, give 0.
+    """
+    to_go, visits, both = rewards_to_go(group, gamma), defaultdict(list), of_episodes(group)
+    for number, episode in enumerate(group):
+        for turn, state in enumerate(episode.states):
+            visits[state].append((number, turn))
+    for places in visits.values():
+        [steps] = normalise([[to_go[number][turn] for number, turn in places]])
+        for (number, turn), advantage in zip(places, steps, strict=True):
+            both[number][turn] += advantage
+    return both
+
+
+def action_means(group: list[Episode], gamma: float) -> Turns:
+    """A_k = mean of G over the turns with (s_k, a_k) - mean of G over the turns with s_k: Q - V, from the visits.
+
+    Turns that did the same in the same place share their luck, as in every-visit Monte Carlo (Sutton and Barto 2018,
+    section 5.1): GiGPO gives each its own G_k.
+    """
+    of_state, of_action = defaultdict(list), defaultdict(list)
+    to_go = rewards_to_go(group, gamma)
+    for episode, values in zip(group, to_go, strict=True):
+        for state, action, value in zip(episode.states, episode.actions, values, strict=True):
+            of_state[state].append(value)
+            of_action[state, action].append(value)
+    return [
+        [
+            fmean(of_action[pair]) - fmean(of_state[pair[0]])
+            for pair in zip(episode.states, episode.actions, strict=True)
+        ]
+        for episode in group
+    ]
+
+
+def walked_graph(group: list[Episode], gamma: float, sweeps: int = 60) -> Turns:
+    """A_k = r_k + gamma V(s_k+1) - V(s_k), temporal differences on the graph that the group has walked.
+
+        V(s) = mean of r_k + gamma V(s_k+1) over the group's turns with s_k = s        (0 after an episode's last turn)
+
+    The fixed point is the value of the policy in a world that does what it did in these visits: batch TD(0) (Sutton and
+    Barto 2018, section 6.3). One episode's success thereby reaches others that met it on its way.
+    """
+    steps = []  # of each episode: state, reward, next state
+    for episode in group:
+        following = [*episode.states[1:], None]
+        steps.append(list(zip(episode.states, episode.rewards, following, strict=True)))
+    leaving, values = defaultdict(list), defaultdict(float)
+    for state, reward, after in (step for some in steps for step in some):
+        leaving[state].append((reward, after))
+    for _ in range(sweeps):
+        for state, ways in leaving.items():
+            values[state] = fmean(
+                reward + gamma * (values[after] if after is not None else 0.0) for reward, after in ways
+            )
+    worth = {None: 0.0, **values}
+    return [[reward + gamma * worth[after] - worth[state] for state, reward, after in some] for some in steps]
+
+
+def progress_rewards(group: list[Episode], weight: float) -> Turns:
+    """r_k + weight, if the potential rises in turn k: a process reward that pays steps forward and fines none back.
+
+    So a circle pays: a step back and a step forward earn `weight` again and again, and the farm is worth more than the
+    goal once the budget of turns allows it (Randløv and Alstrøm 1998, whose bicycle drove in circles).
+    """
+    shaped = []
+    for episode in group:
+        rises = [after > before for before, after in zip(*known_potentials(episode), strict=True)]
+        shaped.append([reward + weight * rise for reward, rise in zip(episode.rewards, rises, strict=True)])
+    return shaped
+
+
+def potential_rewards(group: list[Episode], weight: float, gamma: float) -> Turns:
+    """r_k + gamma Phi(s_k+1) - Phi(s_k), with Phi = weight * potential, and Phi = 0 after an episode's last turn.
+
+    Ng, Harada and Russell 1999: the best policy stays the best one, and no circle pays, since the terms telescope: the
+    reward to go becomes G_k - Phi(s_k). Potential-based shaping is a baseline for each state, and nothing else.
+    """
+    shaped = []
+    for episode in group:
+        before, after = known_potentials(episode)
+        after[-1:] = [0.0] if after else []
+        moves = [weight * (gamma * then - now) for now, then in zip(before, after, strict=True)]
+        shaped.append([reward + move for reward, move in zip(episode.rewards, moves, strict=True)])
+    return shaped
+
+
+def known_potentials(episode: Episode) -> tuple[list[float], list[float]]:
+    """The potentials before and after each turn.
+
+    Raises:
+        UserError: the environment defines no potential.
+    """
+    if None in episode.potentials:
+        raise UserError("this --credit needs an environment that defines potential()")
+    return episode.potentials[:-1], episode.potentials[1:]
+
+
+def normalise(values: Turns) -> Turns:
+    """(x - mean) / (std + STD_EPS) over all numbers; exactly 0 if they are equal."""
+    flat = [value for row in values for value in row]
+    if len(flat) < 2 or max(flat) - min(flat) <= 1e-6 * max(1.0, *map(abs, flat)):
+        return [[0.0] * len(row) for row in values]
+    center, spread = fmean(flat), stdev(flat) + STD_EPS
+    return [[(value - center) / spread for value in row] for row in values]
+
+
+def unit_root_mean_square(values: Turns) -> Turns:
+    """Divided by the root mean square over all turns of the step, of all processes; 0 if all are 0."""
+    squares = sum(gather(sum(value**2 for row in values for value in row)))
+    count = sum(gather(sum(map(len, values))))
+    scale = (squares / max(count, 1)) ** 0.5
+    return [[value / scale if scale > 1e-6 else 0.0 for value in row] for row in values]

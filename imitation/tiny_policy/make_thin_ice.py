@@ -6,10 +6,14 @@
 thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4 x 4 cells whose shortest way takes 2
 to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
 
-A demonstration is the way of a walker that takes a best action with probability 1 - NOISE, else any action; only ways
-that reach the reward are kept: the lessons hold many detours, and nobody falls into the water. The words of this world
-are new to the policy `tiny`: its embeddings of tokens that it has never seen are nearly equal (cosine 0.99), so it
-could not tell N from S. Each of them gets a new random embedding, as long as those of the digits, before any lesson.
+A demonstration is the way of a walker in a hurry: with probability 1 - NOISE it goes straight towards the coin or the
+bridge, thin ice or not, and else does anything. All of its ways are kept, also those that end in the water or nowhere.
+So the lessons teach what the words mean and where to go, but not that ice is dangerous, nor a way round it: that is
+left to reinforcement learning.
+
+The words of this world are new to the policy `tiny`: its embeddings of tokens that it has never seen are nearly equal
+(cosine 0.99), so it could not tell N from S. Each of them gets a new random embedding, as long as those of the digits,
+before any lesson.
 """
 
 import json
@@ -21,15 +25,14 @@ import torch
 from data_files import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.thin_ice import ACTIONS, Environment, distances, start_of, transition
+from tasks.thin_ice import ACTIONS, Environment, distances, start_of, view
 
 from harness.base.config import TINY_POLICY
 
 SEED = 20261128
 SLACK = 3  # turns of the budget beyond the shortest way
-NOISE = (0.5, 0.5, 0.5, 0.9)  # of a demonstration, drawn from these
-LONGEST = 14  # turns of a demonstration
-NUM_LESSONS = 12_000
+NOISE = 0.5
+NUM_LESSONS = 8_000
 LESSONS = Path("runs") / "thin_ice"
 SEEN = "0123456789 "  # text whose tokens keep their embeddings
 
@@ -61,21 +64,17 @@ def make_rows(name: str, per_length: int, lengths: range, size: int = 4, without
     return [row for some in zip(*found.values(), strict=True) for row in some]
 
 
-def demonstrate(rng: random.Random, row: dict) -> list[dict] | None:
-    """A conversation with the world that ends with the reward; None if the walker has not found it."""
-    noise, left = rng.choice(NOISE), distances(row)
-    environment, state = Environment(), start_of(row)
-    messages = [{"role": "user", "content": environment.reset(row, 0)}]
-    for _ in range(LONGEST):
-        best = [action for action in ACTIONS if left.get(transition(row, state, action), 99) < left[state]]
-        action = rng.choice(ACTIONS if rng.random() < noise else best)
-        seen, reward, is_over = environment.step(action)
-        messages.append({"role": "assistant", "content": action})
-        if is_over:
-            return messages if reward else None
-        messages.append({"role": "user", "content": seen})
-        state = environment.here
-    return None
+def demonstrate(rng: random.Random, row: dict) -> list[dict]:
+    """The walker's conversation with the world, as far as its budget allows."""
+    environment, is_over, messages = Environment(), False, []
+    seen = environment.reset(row, 0)
+    while not is_over and len(messages) < 2 * row["max_turns"]:
+        ways = view(row, environment.here).partition(",")[0].split()[:-1]  # north, east, ...: where the goal lies
+        hurried = ways or ["pay" if environment.here[2] else "take"]
+        action = rng.choice(ACTIONS if rng.random() < NOISE else hurried)
+        messages += [{"role": "user", "content": seen}, {"role": "assistant", "content": action}]
+        seen, _, is_over = environment.step(action)
+    return messages
 
 
 def make_lessons(rows: list[dict]) -> list[dict]:
@@ -84,8 +83,8 @@ def make_lessons(rows: list[dict]) -> list[dict]:
     lessons = []
     while len(lessons) < NUM_LESSONS:
         row = draw_map(rng)
-        if 2 <= row["optimal"] <= 9 and json.dumps(row) not in known and (messages := demonstrate(rng, row)):
-            lessons.append({"messages": messages})
+        if 2 <= row["optimal"] <= 9 and json.dumps(row) not in known:
+            lessons.append({"messages": demonstrate(rng, row)})
     return lessons
 
 

@@ -1,0 +1,218 @@
+"""Credit over turns, against slow loops written from the papers, and exact advantages against all plays of a map."""
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import exact_advantages as exact
+import pytest
+import torch
+import turn_credit as credit
+
+from common.episode import Episode
+from common.errors import UserError
+from common.trajectory import Trajectory
+from tasks.thin_ice import ACTIONS, PAID, SUNK, start_of, transition
+
+GAMMA, EPS = 0.9, 1e-4
+NAMES = ("episode", "reward_to_go", "gigpo", "action_mean", "walked_graph", "progress", "potential")
+
+
+def played(seed: int, group_size: int = 6, is_paid: bool = True) -> list[Episode]:
+    """Random walks of one to nine turns on a circle of four states; some end with a reward, others earn on the way."""
+    rng, episodes = random.Random(seed), []
+    for _ in range(group_size):
+        length, state = rng.randint(1, 9), 0
+        episode = Episode({}, 0, 0, 9, potentials=[0.0])
+        for turn in range(length):
+            action = rng.choice(("+", "-", "stay"))
+            episode.states.append(f"s{state}")
+            episode.actions.append(action)
+            state = (state + {"+": 1, "-": -1, "stay": 0}[action]) % 4
+            earned = rng.random() < 0.2 or (turn == length - 1 and rng.random() < 0.6)
+            episode.rewards.append(float(is_paid and earned))
+            episode.potentials.append(-float(state))
+        episode.is_over = rng.random() < 0.5
+        episodes.append(episode)
+    return episodes
+
+
+def advantages(name: str, episodes: list[Episode], group_size: int = 6, **settings) -> list[list[float]]:
+    rows = [SimpleNamespace(episode=episode) for episode in episodes]
+    usual = {"credit": name, "turn_discount": GAMMA, "group_size": group_size, "process_weight": 0.1}
+    return credit.turn_advantages(SimpleNamespace(**usual | settings), None, rows)
+
+
+# ---- the slow loops: one number at a time
+
+
+def slow_to_go(rewards: list[float], turn: int) -> float:
+    return sum(GAMMA ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
+
+
+def slow_normal(value: float, among: list[float]) -> float:
+    if len(among) < 2 or max(among) == min(among):
+        return 0.0
+    mean = sum(among) / len(among)
+    return (value - mean) / (math.sqrt(sum((one - mean) ** 2 for one in among) / (len(among) - 1)) + EPS)
+
+
+def slow_advantage(name: str, group: list[Episode], number: int, turn: int) -> float:
+    """Before the division by the root mean square of the step, where a method has it."""
+    episode = group[number]
+    turns = [(one, k) for one in group for k in range(len(one.actions))]
+    same_state = [(one, k) for one, k in turns if one.states[k] == episode.states[turn]]
+    same_action = [(one, k) for one, k in same_state if one.actions[k] == episode.actions[turn]]
+
+    def to_go(some: list, rewards=lambda one: one.rewards) -> list[float]:
+        return [slow_to_go(rewards(one), k) for one, k in some]
+
+    def shaped(one: Episode) -> list[float]:
+        before, after = one.potentials[:-1], one.potentials[1:]
+        if name == "progress":
+            return [r + 0.1 * (then > now) for r, now, then in zip(one.rewards, before, after, strict=True)]
+        after = [*after[:-1], 0.0]
+        return [r + 0.1 * (GAMMA * then - now) for r, now, then in zip(one.rewards, before, after, strict=True)]
+
+    own = slow_to_go(episode.rewards, turn)
+    whole = slow_normal(sum(episode.rewards), [sum(one.rewards) for one in group])
+    if name == "episode":
+        return whole
+    if name == "reward_to_go":
+        return slow_normal(own, to_go(turns))
+    if name == "gigpo":
+        return whole + slow_normal(own, to_go(same_state))
+    if name == "action_mean":
+        of_action, of_state = to_go(same_action), to_go(same_state)
+        return sum(of_action) / len(of_action) - sum(of_state) / len(of_state)
+    return slow_normal(slow_to_go(shaped(episode), turn), to_go(turns, shaped))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "walked_graph"])
+def test_the_advantages_of_turns_are_those_of_slow_loops(name):
+    groups = [played(seed) for seed in range(4)]
+    found = advantages(name, [episode for group in groups for episode in group])
+    slow = [
+        [slow_advantage(name, group, number, turn) for turn in range(len(group[number].actions))]
+        for group in groups
+        for number in range(len(group))
+    ]
+    scale = 1.0
+    if name == "action_mean":
+        flat = [value for row in slow for value in row]
+        scale = math.sqrt(sum(value * value for value in flat) / len(flat))
+    for row, expected in zip(found, slow, strict=True):
+        assert row == pytest.approx([value / scale for value in expected], abs=1e-12)
+
+
+def test_the_walked_graph_has_the_values_of_its_linear_equations():
+    """V = r + gamma P V over the visits, solved at once instead of sweep by sweep."""
+    group = played(3, group_size=8)
+    states = sorted({state for episode in group for state in episode.states})
+    visits = {state: [] for state in states}
+    for episode in group:
+        for turn, state in enumerate(episode.states):
+            after = episode.states[turn + 1] if turn + 1 < len(episode.states) else None
+            visits[state].append((episode.rewards[turn], after))
+    moves, rewards = torch.zeros(len(states), len(states), dtype=torch.float64), torch.zeros(len(states)).double()
+    for here, state in enumerate(states):
+        for reward, after in visits[state]:
+            rewards[here] += reward / len(visits[state])
+            if after is not None:
+                moves[here, states.index(after)] += GAMMA / len(visits[state])
+    values = dict(
+        zip(states, torch.linalg.solve(torch.eye(len(states)).double() - moves, rewards).tolist(), strict=True)
+    )
+    for episode, row in zip(group, credit.walked_graph(group, GAMMA, sweeps=400), strict=True):
+        following = [*(GAMMA * values[state] for state in episode.states[1:]), 0.0]
+        worth = [values[state] for state in episode.states]
+        expected = [r + then - now for r, then, now in zip(episode.rewards, following, worth, strict=True)]
+        assert row == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("progress", "potential")])
+def test_without_a_difference_nothing_is_trained(name):
+    assert not any(value for row in advantages(name, played(1, is_paid=False)) for value in row)
+    single = [Episode({}, 0, 0, 1, states=["a"], actions=["b"], rewards=[0.3], potentials=[0.0, 0.0]) for _ in range(3)]
+    assert advantages(name, single, group_size=3) == [[0.0], [0.0], [0.0]]
+
+
+def test_a_farm_pays_a_process_reward_and_no_potential():
+    """A straight way to the reward in two turns, and forty turns of one step back and one forward, without it."""
+
+    def episode(states: list[int], is_paid: bool) -> Episode:
+        turns = len(states) - 1
+        rewards = [0.0] * (turns - 1) + [float(is_paid)]
+        return Episode({}, 0, 0, 40, states=list(map(str, states[:-1])), actions=["go"] * turns, rewards=rewards,
+                       potentials=[float(state) for state in states])  # fmt: skip
+
+    straight, circle = episode([-2, -1, 0], is_paid=True), episode([-2, -1] * 20 + [-2], is_paid=False)
+    farmed, goal = (sum(credit.progress_rewards([one], 0.1)[0]) for one in (circle, straight))
+    assert farmed == pytest.approx(2.0)
+    assert goal == pytest.approx(1.2)
+    first = [
+        credit.rewards_to_go([one], 0.95, credit.potential_rewards([one], 0.1, 0.95))[0][0]
+        for one in (circle, straight)
+    ]
+    assert first == pytest.approx([0.2, 0.95 + 0.2])  # the reward to go minus the potential of the start, -0.2
+
+
+def test_potential_shaping_is_a_baseline_for_each_state():
+    group = played(5)
+    shaped = credit.rewards_to_go(group, GAMMA, credit.potential_rewards(group, 0.1, GAMMA))
+    for episode, plain, row in zip(group, credit.rewards_to_go(group, GAMMA), shaped, strict=True):
+        expected = [value - 0.1 * now for value, now in zip(plain, episode.potentials[:-1], strict=True)]
+        assert row == pytest.approx(expected)
+
+
+def test_process_rewards_need_a_potential():
+    group = played(0)
+    group[2].potentials = [None] * len(group[2].potentials)
+    with pytest.raises(UserError, match="needs an environment that defines potential"):
+        advantages("progress", group)
+
+
+# ---- exact advantages
+
+
+ROW = {"size": 2, "at": [1, 1], "has": False, "coin": [1, 2], "bridge": [2, 2], "ice": [[2, 1]], "max_turns": 5}
+
+
+def test_exact_values_are_the_means_of_all_plays(monkeypatch):
+    """Every play of five turns on a small map, with its probability, for a policy that is a table of states."""
+    draws = torch.Generator().manual_seed(0)
+    states = exact.states_of(ROW)
+    table = {state: 0.95 * torch.rand(6, generator=draws, dtype=torch.float64).softmax(0) for state in states}
+    worth = 0.0
+    for actions in itertools.product(range(7), repeat=5):  # the last is any text that is no action
+        state, chance = start_of(ROW), 1.0
+        for action in actions:
+            if state not in (PAID, SUNK):
+                chance *= float(table[state][action]) if action < 6 else 1 - float(table[state].sum())
+                state = transition(ROW, state, ACTIONS[action]) if action < 6 else state
+            else:
+                chance /= 7  # what would follow an end
+        worth += chance * (state == PAID)
+    values = exact.state_values(ROW, table, 5)
+    assert values[5][start_of(ROW)] == pytest.approx(worth, abs=1e-12)
+
+    episode = Episode(
+        ROW, 0, 0, 5, actions=["N", "what", "take", "E", "pay"], states=[""] * 5, rewards=[0.0] * 4 + [1.0]
+    )
+    walked = exact.walk(ROW, episode.actions)
+    monkeypatch.setattr(exact, "fresh_probabilities", lambda policy, row: table)
+    monkeypatch.setattr(exact, "acting_probabilities", lambda *_: [torch.stack([table[state] for state in walked])])
+    [found] = exact.exact_advantages(None, [SimpleNamespace(episode=episode, prompt_index=0)])
+    for turn, (state, action) in enumerate(zip(walked, episode.actions, strict=True)):
+        left = 5 - turn
+        after = transition(ROW, state, action)
+        q = 1.0 if after == PAID else values[left - 1][after]
+        assert found[turn] == pytest.approx(q - values[left][state], abs=1e-12)
+    assert sum(found) == pytest.approx(1 - values[5][start_of(ROW)], abs=1e-12)  # no chance is left but the policy's
+
+
+def test_only_the_bundled_world_has_exact_advantages():
+    row = Trajectory([1], 1, [0], [0.0], episode=Episode({"at": 1}, 0, 0, 2))
+    with pytest.raises(UserError, match="only in the bundled world"):
+        exact.exact_advantages(None, [row])
