@@ -46,8 +46,8 @@ from harness.models.loading import load_policy
 from harness.run.start import run_main
 from harness.search.opening import open_index
 from harness.search.search_config import SearchConfig
+from harness.task.named_task import task_of
 from harness.task.questions import load_own_rows
-from harness.task.task_file import task_of
 from harness.tools.tool_files import load_tools
 
 BEST = 5  # tokens that /why shows

@@ -37,7 +37,7 @@ from harness.base.config import BUNDLED, ModelConfig
 from harness.base.machine import describe_machine
 from harness.data.data import read_rows
 from harness.models.loading import load_policy
-from harness.task.task_file import task_of
+from harness.task.named_task import task_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "imitation/self_distill"

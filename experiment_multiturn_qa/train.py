@@ -55,7 +55,7 @@ from harness.search.opening import check_questions, open_index, search_sources
 from harness.search.search_config import SearchConfig
 from harness.task.task import Task, load_task
 from harness.tools.tool_files import check_turns, load_tools
-from harness.tools.tool_processes import in_threads
+from harness.workers.tool_processes import in_threads
 
 
 @dataclass(frozen=True, kw_only=True)

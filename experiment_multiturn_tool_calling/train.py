@@ -53,7 +53,7 @@ from harness.run.run import Run
 from harness.run.start import run_main, start_run
 from harness.task.task import Task, load_task
 from harness.tools.tool_files import check_turns, load_tools
-from harness.tools.tool_processes import in_threads
+from harness.workers.tool_processes import in_threads
 
 
 @dataclass(frozen=True, kw_only=True)

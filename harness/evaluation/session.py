@@ -31,10 +31,10 @@ from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
+from harness.task.named_task import task_of
 from harness.task.questions import filter_rows, load_rows, read_renamed
 from harness.task.scorer import Scorer
 from harness.task.task import Task, check_context
-from harness.task.task_file import task_of
 
 FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
 

@@ -19,8 +19,8 @@ from harness.base.machine import BATCH_SIZES
 from harness.base.places import current_path
 from harness.base.ranks import is_first_here
 from harness.base.terminal import say
+from harness.task.named_task import seconds_of, task_of
 from harness.task.task import Task
-from harness.task.task_file import seconds_of, task_of
 
 # The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}

@@ -32,10 +32,10 @@ from harness.data.rows import Row
 from harness.engines.chat_server import ChatServer
 from harness.models.context import check_prompts
 from harness.models.loading import load_policy
+from harness.task.named_task import task_of
 from harness.task.questions import load_rows
 from harness.task.scorer import Scorer
 from harness.task.task import Task
-from harness.task.task_file import task_of
 
 # Separates the random numbers of responses from the numbers of training (steps) and evaluation (2**31)
 RESPONSES = 2**31 + 1

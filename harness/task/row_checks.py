@@ -15,8 +15,9 @@ from common.errors import UserError
 from harness.base.terminal import printable, say
 from harness.data.rows import Row, find_problem, is_empty, placed
 from harness.data.schemas import read_as
+from harness.task.named_task import task_of
 from harness.task.scorer import Scorer
-from harness.task.task_file import TaskFile, bundled_tasks, task_of
+from harness.task.task_file import TaskFile, bundled_tasks
 
 PATIENCE = 10  # seconds for the solutions of all rows together
 

@@ -18,8 +18,9 @@ from harness.data.order import hold_out, num_steps
 from harness.data.rows import Row
 from harness.models.context import check_prompts, context_length, longest_prompt
 from harness.processes.processes import agreed
+from harness.task.named_task import seconds_of, task_of
 from harness.task.scorer import Scorer
-from harness.task.task_file import TaskFile, seconds_of, task_of
+from harness.task.task_file import TaskFile
 
 
 @dataclass(eq=False, repr=False)

@@ -13,7 +13,6 @@ from types import ModuleType, UnionType
 from common.errors import UserError
 
 from harness.base.checks import is_finite, local_path
-from harness.base.config import shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
 
@@ -220,25 +219,6 @@ class TaskFile:
 def tell(error: Exception) -> None:
     """Say a fault that does not end the run, on every process: others cannot know it."""
     say(str(error), sys.stderr, anyway=True)
-
-
-def task_of(name: str, environment_seconds: float | None = None) -> TaskFile:
-    """The file of the task with this name or path; with a time limit of its turns, of the environment."""
-    module = import_named(name)
-    if environment_seconds is None:
-        if hasattr(module, "Environment"):
-            raise UserError(f"--task {shown(name)} is an environment of many turns: agents/world/train.py plays it")
-        return TaskFile(module, shown(name))
-    from harness.environments.environment_file import EnvironmentFile
-
-    if not hasattr(module, "Environment"):
-        raise UserError(f"--environment {shown(name)}: it defines no class Environment (docs/environments.md)")
-    return EnvironmentFile(module, shown(name), environment_seconds)
-
-
-def seconds_of(config: object) -> float | None:
-    """The time limit of a turn in settings whose task is an environment."""
-    return getattr(config, "environment_seconds", None)
 
 
 def bundled_tasks() -> list[str]:

@@ -15,7 +15,7 @@ from common.tools import call_form, json_schema
 from harness.base.checks import local_path
 from harness.base.terminal import printable, say
 from harness.task.task_file import import_file
-from harness.tools.tool_processes import Workers
+from harness.workers.tool_processes import Workers
 
 
 def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Callable[..., str]]:

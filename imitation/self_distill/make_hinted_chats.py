@@ -27,7 +27,7 @@ from harness.cli.parse import parse_config
 from harness.data.data import read_rows
 from harness.models.loading import load_policy
 from harness.run.start import run_main
-from harness.task.task_file import task_of
+from harness.task.named_task import task_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from tasks.verdicts import answer_text as answers
 from tasks.verdicts.answer_text import as_number, is_balanced, normalize, same_number
 from tasks.verdicts.readings import comparable
 
-from harness.tools.tool_processes import NoAnswerError, Workers, in_threads
+from harness.workers.tool_processes import NoAnswerError, Workers, in_threads
 
 MOST_KEPT = 100_000  # verdicts
 MOST_WORKERS = 4

@@ -13,9 +13,9 @@ from common.keyed import keyed_generator
 
 from harness.base.config import TINY_POLICY
 from harness.data.rows import Row
-from harness.environments.playing import KEPT, Player
 from harness.models.loading import load_policy
-from harness.task.task_file import task_of
+from harness.task.named_task import task_of
+from harness.workers.playing import KEPT, Player
 
 WALK = """
 import os, signal, time

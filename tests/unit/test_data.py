@@ -17,9 +17,9 @@ from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
 from harness.models.loading import load_policy
 from harness.run.settings import check_sources, describe_sources
+from harness.task.named_task import task_of
 from harness.task.scorer import Scorer
 from harness.task.task import Task, load_task
-from harness.task.task_file import task_of
 
 pytestmark = pytest.mark.all_questions
 

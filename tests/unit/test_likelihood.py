@@ -16,9 +16,9 @@ from common.trajectory import Trajectory
 
 from harness.base.config import TINY_POLICY
 from harness.data.rows import Row
+from harness.task.named_task import task_of
 from harness.task.scorer import Scorer
 from harness.task.task import Task
-from harness.task.task_file import task_of
 
 SCRIPT = "rewards/likelihood/train.py"
 # A policy that is a table: the logits of three tokens after each beginning of at most three. MARKER begins the answer,

@@ -7,8 +7,8 @@ import pytest
 from run_files import ROOT, read_lines, write_rows
 
 from harness.data.data import read_rows
+from harness.task.named_task import task_of
 from harness.task.pairs import FIELDS, HELD_OUT, PAIRS, _read_pair
-from harness.task.task_file import task_of
 
 
 @pytest.fixture(scope="module")

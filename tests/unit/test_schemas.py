@@ -16,10 +16,10 @@ from harness.base.config import RunConfig
 from harness.data.data import find_test_data, read_rows
 from harness.data.rows import Row
 from harness.data.schemas import SCHEMAS, read_as
+from harness.task.named_task import task_of
 from harness.task.questions import load_rows
 from harness.task.row_checks import suggest_task
 from harness.task.task import load_task
-from harness.task.task_file import task_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TURNS = (str, list)

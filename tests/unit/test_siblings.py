@@ -137,4 +137,4 @@ def test_no_program_changes_where_modules_are_found():
     paths = [path for folder in folders for kind in ("py", "ipynb") for path in ROOT.glob(f"{folder}/**/*.{kind}")]
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]
     assert len(paths) > 100
-    assert found == ["harness/tools/tool_worker.py"]
+    assert found == ["harness/workers/tool_worker.py"]

@@ -15,9 +15,9 @@ from transformers.utils import get_json_schema
 
 from common.errors import UserError
 
-from harness.tools import tool_processes
 from harness.tools.tool_files import load_tools
-from harness.tools.tool_processes import close, in_threads
+from harness.workers import tool_processes
+from harness.workers.tool_processes import close, in_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # longer than a call takes on the busiest machine
@@ -218,7 +218,7 @@ def test_a_map_keeps_the_order_and_passes_errors_on(parallel):
 PROGRAM = """
 import sys
 from pathlib import Path
-from harness.tools.tool_processes import Workers, in_threads
+from harness.workers.tool_processes import Workers, in_threads
 path = sys.argv[1]
 workers = Workers(path, Path(path).read_bytes(), path, seconds=60)
 codes = ["(print(os.getpid()), time.sleep(60))", "(print(os.getpid()), 9 ** 9 ** 9)",

@@ -12,7 +12,7 @@ from tasks.verdicts import judge as judge_module
 from tasks.verdicts.answer_text import as_number, changes_number, normalize
 from tasks.verdicts.judge import Judge, expression, has_library, is_too_large, num_workers, quick_verdict
 
-from harness.tools.tool_processes import Workers
+from harness.workers.tool_processes import Workers
 
 needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not installed")
 MINUS, PI, ROOT_SIGN = "\u2212", "\u03c0", "\u221a"

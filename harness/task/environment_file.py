@@ -10,13 +10,13 @@ from common.errors import UserError
 
 from harness.base.terminal import printable, say
 from harness.data.rows import Row
-from harness.environments.playing import Player
 from harness.task.task_file import TaskError, TaskFile
-from harness.tools.tool_processes import NUM_WORKERS, NoAnswerError, Workers, in_threads
+from harness.workers.playing import Player
+from harness.workers.tool_processes import NUM_WORKERS, NoAnswerError, Workers, in_threads
 
 MOST_FAULTS = 5  # different ones that are said
 LONGEST = 100_000  # characters of what an environment shows, with its state and description
-_PLAYER = "\nfrom harness.environments.playing import Player\nplay = Player(Environment, __file__).play\n"
+_PLAYER = "\nfrom harness.workers.playing import Player\nplay = Player(Environment, __file__).play\n"
 
 
 class EnvironmentFile(TaskFile):
