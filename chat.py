@@ -47,7 +47,7 @@ from harness.run.start import run_main
 from harness.search.opening import open_index
 from harness.search.search_config import SearchConfig
 from harness.task.named_task import task_of
-from harness.task.questions import load_own_rows
+from harness.task.questions import rows_to_see
 from harness.tools.tool_files import load_tools
 
 BEST = 5  # tokens that /why shows
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
 def walk(config: Config, console: Console) -> None:
     """Play the environment that the settings name: each line is an action of the user's, and /act is the policy's."""
     world = task_of(config.environment, environment_seconds=config.tool_seconds)
-    rows, speaker = load_own_rows(world, config.data), Speaker(config, {})
+    rows, speaker = rows_to_see(world, config.data), Speaker(config, {})
     for number, row in enumerate(rows):
         episode = world.begin(row, config.seed, row.get("max_turns", config.max_turns))
         speaker.messages[:] = world.ask(episode.observation, config.system)

@@ -8,7 +8,7 @@ from harness.base.checks import parse_numbers
 from harness.base.config import shown
 from harness.base.terminal import say
 from harness.data.data import find_test_data, read_rows
-from harness.data.rows import FieldsError, Row
+from harness.data.rows import FieldsError, Row, find_problem, placed
 from harness.data.schemas import read_as
 from harness.task.row_checks import suggest_task, tell_unpaid
 from harness.task.task_file import TaskFile
@@ -23,13 +23,29 @@ def find_sources(file: TaskFile, data: str | None, eval_data: str | None) -> tup
     return source, find_test_data(source) if eval_source is None else eval_source
 
 
-def load_own_rows(file: TaskFile, data: str | None) -> list[Row]:
-    """The rows to look at: of `data`, else those that the file is evaluated with."""
+def rows_to_see(file: TaskFile, data: str | None) -> list[Row]:
+    """The rows of `data`, else those that the file is evaluated with."""
+    if data is None and file.has("rows"):
+        return own_rows(file, "eval")
     source, eval_source = find_sources(file, data, None)
-    return load_rows(source if data is not None or eval_source is None else eval_source, file, (), None)
+    return load_rows(source if data is not None or eval_source is None else eval_source, file)
 
 
-def load_rows(source: str, file: TaskFile, at_most: tuple[str, ...], max_question_length: int | None) -> list[Row]:
+def own_rows(file: TaskFile, split: str, at_most: tuple[str, ...] = (), most: int | None = None) -> list[Row]:
+    """The rows that the file's function `rows` returns for "train" or "eval", filtered as those of a source."""
+    place = f'rows("{split}") of {file}'
+    rows = [placed(row, f"{place}, row {number}") for number, row in enumerate(file.rows(split), start=1)]
+    for row in rows:
+        if (problem := find_problem(row, file.fields)) is not None:
+            raise FieldsError(row, problem)
+    if not rows:
+        raise UserError(f"{place} has no rows")
+    return filter_rows(rows, place, file, at_most, most)
+
+
+def load_rows(
+    source: str, file: TaskFile, at_most: tuple[str, ...] = (), max_question_length: int | None = None
+) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they belong to another task."""
     try:
         rows = read_rows(source, file.fields, not file.is_bundled)

@@ -81,14 +81,19 @@ def load_task(
     `--data`, chosen by `--seed`, are held out.
     """
     # here as below, not at the top: `--help` need not wait for them
-    from harness.task.questions import find_sources, load_rows, read_renamed
+    from harness.task.questions import find_sources, load_rows, own_rows, read_renamed
     from harness.task.row_checks import check_votes, shared_questions, try_solutions
 
     scorer = load_scorer(config, more_weights)
     file, functions, filters = scorer.file, scorer.functions, (config.at_most, config.max_question_length)
-    source, eval_source = find_sources(file, config.data, config.eval_data)
-    train_rows = load_rows(source, file, *filters)
-    if eval_source is not None:
+    if config.data is None and file.has("rows"):
+        source, eval_source, train_rows = None, config.eval_data, own_rows(file, "train", *filters)
+    else:
+        source, eval_source = find_sources(file, config.data, config.eval_data)
+        train_rows = load_rows(source, file, *filters)
+    if source is None and eval_source is None:
+        eval_rows = own_rows(file, "eval", *filters)[: config.eval_prompts]
+    elif eval_source is not None:
         eval_rows = load_rows(eval_source, file, *filters)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
@@ -98,7 +103,7 @@ def load_task(
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
     if len(train_rows) > (config.max_prompts or len(train_rows)):
-        say(f"{shown(source)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
+        say(f"{shown(source or file.name)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
         train_rows = train_rows[: config.max_prompts]
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:

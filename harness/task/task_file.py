@@ -116,6 +116,13 @@ class TaskFile:
             raise self.error("reward", row, problem)
         return {name: self._number("reward", row, name, found[name]) for name in self.weights}
 
+    def rows(self, split: str) -> list[dict]:
+        """The rows for "train" or "eval" of a file that needs no data, if it defines `rows`."""
+        found = self._call("rows", split, kind=list, what="a list of dicts")
+        if wrong := [row for row in found if not isinstance(row, dict)]:
+            raise UserError(f"{self}: rows({split!r}) must return a list of dicts, not of {short(wrong[0])}")
+        return found
+
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
         """Announce completions that are about to be rewarded, if the task defines `prepare`."""
         if rows and self.has("prepare"):
@@ -187,7 +194,7 @@ class TaskFile:
     def _call(self, function: str, *arguments, kind: type | UnionType = object, what: str = ""):
         """Call a function of the file; its result must have the type `kind`, which `what` describes in words."""
         first = arguments[0] if arguments else {}
-        row = first if isinstance(first, dict) else first[0]  # `prepare` gets many rows
+        row = first[0] if isinstance(first, list) else first  # `prepare` gets many rows
         try:
             with self._watchdog.watching(function, row):
                 found = getattr(self._module, function)(*arguments)
