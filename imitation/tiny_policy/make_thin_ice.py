@@ -2,6 +2,9 @@
 
     python imitation/tiny_policy/make_thin_ice.py              # seconds; the same bytes every time
     python imitation/tiny_policy/make_thin_ice.py lessons      # runs/thin_ice/: demonstrations, and a policy to teach
+    python imitation/sft/train.py --model runs/thin_ice/student --data runs/thin_ice/lessons.jsonl --lr 1e-3 \\
+        --name tiny_world                                      # two to three minutes of one core
+    python imitation/tiny_policy/make_thin_ice.py policy runs/sft/tiny_world/final      # data/policies/tiny_world
 
 thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4 x 4 cells whose shortest way takes 2
 to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
@@ -22,7 +25,7 @@ import sys
 from pathlib import Path
 
 import torch
-from data_files import write_rows
+from data_files import DATA, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.thin_ice import ACTIONS, Environment, distances, start_of, view
@@ -103,7 +106,18 @@ def write_student(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def publish(trained: str) -> None:
+    """Round a trained policy to bfloat16, as the bundled ones are."""
+    folder = DATA / "policies" / "tiny_world"
+    AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
+    print(folder)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["policy"]:
+        publish(sys.argv[2])
+        return
     heldout = make_rows("heldout", 16, range(2, 10))
     train = make_rows("train", 128, range(2, 10), without=heldout)
     if sys.argv[1:] == ["lessons"]:
