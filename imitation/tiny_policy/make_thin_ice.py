@@ -10,9 +10,9 @@ thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4
 to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
 
 A demonstration is the way of a walker in a hurry: with probability 1 - NOISE it goes straight towards the coin or the
-bridge, thin ice or not, and else does anything. All of its ways are kept, also those that end in the water or nowhere.
-So the lessons teach what the words mean and where to go, but not that ice is dangerous, nor a way round it: that is
-left to reinforcement learning.
+bridge, and else does anything. CARE is the share of its turns in which it looks for ice before it goes. All of its ways
+are kept, also those that end in the water or nowhere. So the lessons teach what the words mean and where to go; that
+ice is dangerous can be seen in them, but most ways ignore it: that is left to reinforcement learning.
 
 The words of this world are new to the policy `tiny`: its embeddings of tokens that it has never seen are nearly equal
 (cosine 0.99), so it could not tell N from S. Each of them gets a new random embedding, as long as those of the digits,
@@ -28,13 +28,13 @@ import torch
 from data_files import DATA, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.thin_ice import ACTIONS, Environment, distances, start_of, view
+from tasks.thin_ice import ACTIONS, MOVES, Environment, distances, start_of, view
 
 from harness.base.config import TINY_POLICY
 
 SEED = 20261128
 SLACK = 3  # turns of the budget beyond the shortest way
-NOISE = 0.5
+NOISE, CARE = 0.5, 0.5
 NUM_LESSONS = 8_000
 LESSONS = Path("runs") / "thin_ice"
 SEEN = "0123456789 "  # text whose tokens keep their embeddings
@@ -72,8 +72,11 @@ def demonstrate(rng: random.Random, row: dict) -> list[dict]:
     environment, is_over, messages = Environment(), False, []
     seen = environment.reset(row, 0)
     while not is_over and len(messages) < 2 * row["max_turns"]:
-        ways = view(row, environment.here).partition(",")[0].split()[:-1]  # north, east, ...: where the goal lies
-        hurried = ways or ["pay" if environment.here[2] else "take"]
+        ways, _, ice = view(row, environment.here).partition(", ice")
+        hurried = ways.split()[:-1] or ["pay" if environment.here[2] else "take"]  # north, east, ...: to the goal
+        if rng.random() < CARE:
+            dry = [move for move in MOVES if move not in ice.split()]
+            hurried = [action for action in hurried if action not in ice.split()] or dry
         action = rng.choice(ACTIONS if rng.random() < NOISE else hurried)
         messages += [{"role": "user", "content": seen}, {"role": "assistant", "content": action}]
         seen, _, is_over = environment.step(action)
