@@ -77,6 +77,8 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_accelerate_ddp": Row("--prompts-per-step 3 --group-size 6 --minibatch-size 6", quick="killed"),
     "experiment_multiturn_tool_calling": Row(TOOLS, quick="killed"),
     "experiment_multiturn_qa": Row(TOOLS),
+    "agents/world": Row("--credit gigpo --max-new-tokens 30 --max-turns 4", quick="killed"),
+    "agents/world own": Row("--environment world.py --data worlds.jsonl --credit walked_graph --max-turn-tokens 3"),
     "policy_gradients/reinforce": Row("--prompts-per-step 12", quick="killed"),
     "policy_gradients/rloo": Row(),
     "policy_gradients/maxrl": Row(),
@@ -137,6 +139,19 @@ A_TOOL = '''def tripled(number: int) -> str:
     """
     return str(3 * number)
 '''
+A_WORLD = """
+class Environment:
+    def reset(self, row, seed):
+        self.at, self.goal = row["at"], 1 + seed % 7
+        return f"at {self.at}"
+
+    def step(self, action):
+        self.at = (self.at + len(action)) % 9
+        return f"at {self.at}", 0.1 * (self.at % 3), self.at == self.goal
+
+    def describe(self):
+        return {"arrived": float(self.at == self.goal)}
+"""
 
 
 # Runs, in this process or in each rank
@@ -144,8 +159,14 @@ A_TOOL = '''def tripled(number: int) -> str:
 
 def write_files() -> None:
     """What the flags name, in the working directory."""
-    for name, text in (("rewards.py", REWARDS), ("not_finite.py", NOT_FINITE), ("tools.py", A_TOOL)):
+    for name, text in (
+        ("rewards.py", REWARDS),
+        ("not_finite.py", NOT_FINITE),
+        ("tools.py", A_TOOL),
+        ("world.py", A_WORLD),
+    ):
         Path(name).write_text(text)
+    write_rows("worlds.jsonl", [{"at": at, "max_turns": 2 + at % 3} for at in range(9)])
     asked = ({"role": "user", "content": f"Say {n}" + " please" * (n % 7)} for n in range(10))
     said = ({"role": "assistant", "content": f"{n} " * (1 + n % 5) ** 2} for n in range(10))
     write_rows("chats.jsonl", [{"messages": list(chat)} for chat in zip(asked, said, strict=True)])
@@ -243,6 +264,7 @@ def together(server, tmp_path_factory) -> Callable[..., Path]:
                 "tests",
                 "scale/mesh",
                 "scale/asynchronous",
+                "agents/world",
                 "imitation/self_distill",
                 "rewards/likelihood",
                 "experiment_multiturn_qa",

@@ -37,6 +37,7 @@ FLAGS_OF = {
     "accelerate": {"lr_schedule": "linear"},
     "multiturn_tool_calling": {"max_new_tokens": 48},
     "multiturn_qa": {"max_new_tokens": 48},
+    "world": {"max_new_tokens": 30, "max_turn_tokens": 4},
     "engine": {"importance_cap": 0.9},
     "asynchronous": {"lag": 1, "correction": "clip"},
     "dapo": {"reward_functions": None, "clip_eps_high": 0.05},
