@@ -121,7 +121,7 @@ def walk(config: Config, console: Console) -> None:
     world = task_of(config.environment, environment_seconds=config.tool_seconds)
     rows, speaker = rows_to_see(world, config.data), Speaker(config, {})
     for number, row in enumerate(rows):
-        episode = world.begin(row, config.seed, row.get("max_turns", config.max_turns))
+        episode = world.begin(row, config.seed, config.max_turns)
         speaker.messages[:] = world.ask(episode.observation, config.system)
         console.print(Text(f"world {number + 1} of {len(rows)}, {episode.max_turns} turns", style="dim"))
         console.print(Text(visible(episode.observation), style="yellow"))

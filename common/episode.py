@@ -35,7 +35,7 @@ class Episode:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_over or self.fault is not None or self.num_turns == self.max_turns
+        return self.is_over or self.fault is not None or self.num_turns >= self.max_turns
 
     def by_turn(self) -> dict[str, list]:
         """What is known of each turn, to be logged."""

@@ -174,8 +174,7 @@ def converse(
     episodes = []
     for index in prompt_index:
         seed = int(keyed_generator("world", *key, index).integers(2**31))  # a group's worlds are the same
-        max_turns = worlds[index].get("max_turns", config.max_turns)
-        episodes += [world.begin(worlds[index], seed, max_turns) for _ in range(group_size)]
+        episodes += [world.begin(worlds[index], seed, config.max_turns) for _ in range(group_size)]
     asked = [world.ask(episode.observation, config.system_prompt) for episode in episodes[::group_size]]
     prompts = [encode_prompt(tokenizer, messages) for messages in asked]
     trajectories = begin_rows(prompts, group_size, prompt_index)
@@ -209,7 +208,7 @@ def converse(
     for row in trajectories:
         row.text = "\n".join(row.episode.actions)
         row.rewards, row.description = world.earned(row.episode), world.described(row.episode)
-    given, said = [row.episode.row for row in trajectories], [row.text for row in trajectories]
+    given, said = [worlds[row.prompt_index] for row in trajectories], [row.text for row in trajectories]
     together = task.reward_together(given, said, trajectories)  # components that see all episodes at once
     for row, rewards in zip(trajectories, together, strict=True):
         row.rewards |= rewards

@@ -8,7 +8,7 @@ from types import ModuleType
 from common.episode import Episode
 from common.errors import UserError
 
-from harness.base.terminal import printable, say
+from harness.base.terminal import printable, say, short
 from harness.data.rows import Row
 from harness.task.task_file import TaskError, TaskFile
 from harness.workers.playing import Player
@@ -59,12 +59,19 @@ class EnvironmentFile(TaskFile):
         return {}
 
     def begin(self, row: dict, seed: int, max_turns: int) -> Episode:
-        """A new episode; TaskError if the environment cannot be reset, which no policy is to blame for."""
+        """A new episode with the row's `max_turns`, else the given one.
+
+        Raises:
+            TaskError: the environment cannot be reset, which no policy is to blame for, or the budget is no number.
+        """
+        place, max_turns = getattr(row, "place", "a row"), row.get("max_turns", max_turns)
+        if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
+            raise TaskError(f"{self}: {place}: max_turns must be a whole number above 0, not {short(max_turns)}")
         episode = Episode(dict(row), seed, next(self._numbers), max_turns)
         try:
             self._play(episode)
         except RuntimeError as error:
-            raise TaskError(f"{self}: {getattr(row, 'place', 'a row')}: {error}") from error
+            raise TaskError(f"{self}: {place}: {error}") from error
         return episode
 
     def step_all(self, episodes: list[Episode], actions: list[str]) -> None:

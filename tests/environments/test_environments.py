@@ -137,6 +137,12 @@ def test_each_mistake_in_an_environment_is_one_sentence(world, text, sentence):
     assert str(found.value).startswith(("--environment", "--task"))
 
 
+@pytest.mark.parametrize("budget", [0, "5", 2.5, True, None])
+def test_a_budget_of_turns_is_a_whole_number(world, budget):
+    with pytest.raises(UserError, match="a row: max_turns must be a whole number above 0, not"):
+        world().begin(Row(max_turns=budget), 0, 3)
+
+
 def test_an_environment_is_no_task_and_a_task_no_environment(world, tmp_path):
     world()
     with pytest.raises(UserError, match=r"is an environment of many turns: agents/world/train.py plays it"):
