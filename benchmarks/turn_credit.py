@@ -42,7 +42,7 @@ NAMES = {"episode": "GRPO", "reward_to_go": "reward to go", "gigpo": "GiGPO", "a
 NAMES |= {"walked_graph": "walked graph", "progress": "process reward", "potential": "potential", "exact": "exact"}
 FLAGS = {"steps": 80, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
 GROUPS, BATCH = 256, 8  # of the measured gradients: groups of 8 in all, and in a step
-CLEAR = 0.02  # an exact advantage below it has no sign that matters
+CLEAR = 0.02  # as in turn_credit.py
 LAST = 10  # steps: the final success is their mean
 
 
@@ -106,7 +106,7 @@ def agreement(train, maps: str, seed: int) -> dict:
         settings = config.__class__(**vars(config) | {"credit": credit})
         given = train.turn_advantages(settings, policy, played)
         values = [value for row in given for value in row]
-        clear = [(value > 0) == (true > 0) for value, true in zip(values, flat, strict=True) if abs(true) > CLEAR]
+        clear = [(value > 0) == (true > 0) for value, true in zip(values, flat, strict=True) if abs(true) >= CLEAR]
         cosines = {form: [] for form in targets}
         for start in range(0, len(played), size):
             part = slice(start, start + size)

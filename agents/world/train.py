@@ -25,7 +25,8 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from turn_credit import Credit, turn_advantages
+from exact_advantages import exact_advantages
+from turn_credit import Credit, agreement, turn_advantages
 
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
@@ -63,6 +64,7 @@ class Config(RunConfig):
     credit: Credit = "episode"  # who earned the reward: each turn's advantage, see turn_credit.py
     turn_discount: Share = 0.95  # a reward counts this much less for each turn before it; not with "episode"
     process_weight: Positive = 0.1  # what "progress" and "potential" pay for coming nearer, in units of reward
+    log_exact: bool = False  # also log the exact advantages, beside those of --credit; only for the bundled world
     max_turns: Count = 10  # turns of the policy per episode, for rows without a max_turns of their own
     # tokens of one turn: one without end does not spend the episode; None: 8 for the bundled policy, else 256
     max_turn_tokens: Count | None = None
@@ -132,6 +134,9 @@ def train(
         episodes = [row.episode for row in trajectories]
         for episode, advantages in zip(episodes, turn_advantages(config, policy, trajectories), strict=True):
             episode.advantages = advantages  # a number for each turn
+        if config.log_exact:
+            for episode, exact in zip(episodes, exact_advantages(policy, trajectories), strict=True):
+                episode.exact = exact
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = spread([episode.advantages for episode in episodes], experience.action_mask)  # (B, T-1)
         run.lap("reward")
@@ -147,7 +152,7 @@ def train(
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns) | agreement(episodes)
         metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, converse=talk)

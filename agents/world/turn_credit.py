@@ -13,7 +13,7 @@ States are compared as the environment's `state()` gives them, or by its observa
 """
 
 from collections import defaultdict
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 from typing import Literal
 
 from exact_advantages import exact_advantages
@@ -21,11 +21,12 @@ from exact_advantages import exact_advantages
 from common.advantages import STD_EPS
 from common.episode import Episode
 from common.errors import UserError
-from common.parallel import gather
+from common.parallel import gather, gather_rows
 from common.policy import Policy
 from common.trajectory import Trajectory
 
 Credit = Literal["episode", "reward_to_go", "gigpo", "action_mean", "walked_graph", "progress", "potential", "exact"]
+CLEAR = 0.02  # in units of reward
 Turns = list[list[float]]  # one number for each turn of each episode
 
 
@@ -175,6 +176,19 @@ def known_potentials(episode: Episode) -> tuple[list[float], list[float]]:
     if None in episode.potentials:
         raise UserError("this --credit needs an environment that defines potential()")
     return episode.potentials[:-1], episode.potentials[1:]
+
+
+def agreement(episodes: list[Episode]) -> dict[str, float]:
+    """How the advantages of all turns agree with the exact ones, if these are known: correlation, and share of signs.
+
+    Only turns that matter have a sign: an exact advantage of at least CLEAR, in units of reward.
+    """
+    turns = [pair for one in episodes if one.exact for pair in zip(one.advantages, one.exact, strict=True)]
+    pairs = gather_rows(turns)
+    clear = [(given > 0) == (exact > 0) for given, exact in pairs if abs(exact) >= CLEAR]
+    if len(pairs) < 2 or not clear or min(map(len, map(set, zip(*pairs, strict=True)))) < 2:
+        return {}
+    return {"credit/correlation": correlation(*zip(*pairs, strict=True)), "credit/right_sign": fmean(clear)}
 
 
 def normalise(values: Turns) -> Turns:

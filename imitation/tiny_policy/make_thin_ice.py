@@ -34,7 +34,7 @@ from harness.base.config import TINY_POLICY
 
 SEED = 20261128
 SLACK = 3  # turns of the budget beyond the shortest way
-NOISE, CARE = 0.5, 0.25
+NOISE, CARE = 0.5, 0.5
 NUM_LESSONS = 8_000
 LESSONS = Path("runs") / "thin_ice"
 SEEN = "0123456789 "  # text whose tokens keep their embeddings
