@@ -41,7 +41,7 @@ MAPS = {"all": (2, 9), "far": (7, 9)}  # turns of the shortest way
 NAMES = {"episode": "GRPO", "reward_to_go": "reward to go", "gigpo": "GiGPO", "action_mean": "mean by action"}
 NAMES |= {"walked_graph": "walked graph", "progress": "process reward", "potential": "potential", "exact": "exact"}
 FLAGS = {"steps": 80, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
-GROUPS, BATCH = 256, 8  # of the measured gradients: groups of 8 in all, and in a step
+GROUPS, BATCH = 128, 8  # of the measured gradients: groups of 8 in all, and in a step
 CLEAR = 0.02  # as in turn_credit.py
 LAST = 10  # steps: the final success is their mean
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def agreement(train, maps: str, seed: int) -> dict:
     """Of every credit: the correlation with the exact advantages, the share of right signs, the cosine of gradients.
 
-    The gradient of a step of 8 groups is compared with the exact one of all 256 groups, once where a row's tokens share
+    The gradient of a step of 8 groups is compared with the exact one of all 128 groups, once where a row's tokens share
     its weight, as in GRPO, and once where each token has the same, as in Dr. GRPO.
     """
     began, found = time.time(), {}
