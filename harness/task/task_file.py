@@ -16,6 +16,8 @@ from harness.base.checks import is_finite, local_path
 from harness.base.config import shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
+from harness.data.rows import FieldsError, Row, find_problem, placed
+from harness.environments.adapters import is_adapted, load_adapter
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
 # Names of other metrics, or their beginnings, which a description cannot use.
@@ -173,7 +175,19 @@ class TaskFile:
 
     def error(self, function: str, row: dict, problem: str) -> TaskError:
         """The fault of one of the file's functions; it names the row."""
-        return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
+        place = repr(row) if isinstance(row, str) else getattr(row, "place", "a row")  # `rows` gets a split
+        return TaskError(f"{self}: {function} of {place} {problem}")
+
+    def rows(self, split: str) -> list[Row]:
+        """The rows that the file makes itself, for "train" or "eval"; a UserError names one that lacks a field."""
+        found = self._call("rows", split, kind=list, what="a list of dicts")
+        if not found or not all(isinstance(row, dict) for row in found):
+            raise self.error("rows", split, f"must return a list of dicts, not {short(found)}")
+        rows = [placed(row, f"{self}, row {number} of {split}") for number, row in enumerate(found, start=1)]
+        for row in rows:
+            if (problem := find_problem(row, self.fields)) is not None:
+                raise FieldsError(row, problem)
+        return rows
 
     def _is_slow(self, function: str, row: dict) -> TaskError:
         return self.error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
@@ -181,7 +195,7 @@ class TaskFile:
     def _call(self, function: str, *arguments, kind: type | UnionType = object, what: str = ""):
         """Call a function of the file; its result must have the type `kind`, which `what` describes in words."""
         first = arguments[0] if arguments else {}
-        row = first if isinstance(first, dict) else first[0]  # `prepare` gets many rows
+        row = first if isinstance(first, dict | str) else first[0]  # `prepare` gets many rows
         try:
             with self._watchdog.watching(function, row):
                 found = getattr(self._module, function)(*arguments)
@@ -226,10 +240,12 @@ def bundled_tasks() -> list[str]:
 
 
 def import_named(name: str) -> ModuleType:
-    """The module that `--task` names: a bundled one, or a user's file."""
+    """The module that `--task` names: a bundled one, a user's file, or what an adapter loads."""
     bundled = bundled_tasks()
     if name in bundled:
         return importlib.import_module(f"tasks.{name}")
+    if is_adapted(name):
+        return load_adapter(name)
     path = local_path(name, "--task")
     if not path.is_file():
         raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
