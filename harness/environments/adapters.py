@@ -26,10 +26,13 @@ class Adapter(NamedTuple):
 
 
 _EXTRA = 'pip install -e ".[environments]"'
+_OWN = "pip install {}, in a Python environment of its own with this project"
 ADAPTERS = {
     "gymnasium": Adapter("gymnasium_adapter", "gymnasium", _EXTRA),
+    "openenv": Adapter("openenv_adapter", "openenv", _OWN.format("openenv==0.10.0")),
     "reasoning_gym": Adapter("reasoning_gym_adapter", "reasoning_gym", _EXTRA),
     "textarena": Adapter("textarena_adapter", "textarena", _EXTRA),
+    "verifiers": Adapter("verifiers_adapter", "verifiers", _OWN.format("verifiers==0.4.0")),
 }
 ROWS = 1000  # for training, without ?rows=
 EVAL_ROWS = 256

@@ -64,9 +64,7 @@ def filter_rows(
         kept = [row for row in kept if len(row.question) <= max_question_length]
         passed.append(f"{len(kept)} --max-question-length {max_question_length}")
     if not kept:
-        raise UserError(
-            f"none of the {len(rows)} rows of {name} passes the filters (--at-most, --max-question-length)"
-        )
+        raise UserError(f"none of the {len(rows)} rows of {name} passes the filters (--at-most, --max-question-length)")
     if passed:
         say(f"{name}: of {len(rows)} rows pass " + ", then ".join(passed))
     return kept
