@@ -73,7 +73,8 @@ class TextArenaEnvironment:
         observation = self._new_messages()
         if done:
             rewards, info = state.close()
-            reward = self._reward = float(rewards[0])
+            # ThreeCardMonte gives the reason of an invalid move where the reward belongs
+            reward = self._reward = float(rewards[0]) if isinstance(rewards[0], int | float) else 0.0
             observation = f"{observation}\n{info[0].get('reason', '')}".strip()
         return observation, reward, bool(done)
 
@@ -88,7 +89,9 @@ class TextArenaEnvironment:
     def _new_messages(self) -> str:
         """What the game has said since the last turn; not the player's own moves."""
         own = textarena.ObservationType.PLAYER_ACTION
-        return "\n".join(text for _, text, kind in self._game.state.get_current_player_observation() if kind != own)
+        messages = self._game.state.get_current_player_observation()
+        # Countdown, Cryptarithm and Slitherlink record a move as (receiver, player's number, text)
+        return "\n".join(text for _, text, kind in messages if kind != own and isinstance(text, str))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
