@@ -116,16 +116,16 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
             f"{file} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
         )
     source = config.data if config.data is not None else file.eval_data
-    if source is None:
+    if source is None and not file.has("rows"):
         raise UserError(f"{file} names no evaluation data: give --data")
-    if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
+    if source is not None and is_hub_source(source) and (test_split := find_test_split(source)) is not None:
         say(f"the questions are from {test_split} (--data names another split)")
         source = test_split
     filters = (config.at_most, config.max_question_length)
     if renamed:
         rows = filter_rows(read_renamed(source, file, renamed), source, file, *filters)
     else:
-        rows = load_rows(source, file, *filters)
+        rows = load_rows(source, file, *filters, split="eval")
     sources = {"data": source, "eval_data": None, "task": file.path}
     task = Task(Scorer(file), eval_rows=rows[: config.limit], sources=sources)
     task.scorer.try_out(task.eval_rows[0])

@@ -8,15 +8,20 @@ from harness.base.checks import parse_numbers
 from harness.base.config import shown
 from harness.base.terminal import say
 from harness.data.data import find_test_data, read_rows
-from harness.data.rows import FieldsError, Row, find_problem, placed
+from harness.data.rows import FieldsError, Row
 from harness.data.schemas import read_as
 from harness.task.row_checks import suggest_task, tell_unpaid
 from harness.task.task_file import TaskFile
 
 
-def find_sources(file: TaskFile, data: str | None, eval_data: str | None) -> tuple[str, str | None]:
-    """The sources of the training rows and of the evaluation rows; the latter is None if rows are held out."""
+def find_sources(file: TaskFile, data: str | None, eval_data: str | None) -> tuple[str | None, str | None]:
+    """The sources of the training rows and of the evaluation rows; the latter is None if rows are held out.
+
+    The former is None if the task makes its own rows.
+    """
     source = data if data is not None else file.train_data
+    if source is None and file.has("rows"):
+        return None, eval_data
     if source is None:
         raise UserError(f"{file} names no data: give --data")
     eval_source = file.eval_data if data is None and eval_data is None else eval_data
@@ -25,30 +30,23 @@ def find_sources(file: TaskFile, data: str | None, eval_data: str | None) -> tup
 
 def rows_to_see(file: TaskFile, data: str | None) -> list[Row]:
     """The rows of `data`, else those that the file is evaluated with."""
-    if data is None and file.has("rows"):
-        return own_rows(file, "eval")
     source, eval_source = find_sources(file, data, None)
-    return load_rows(source if data is not None or eval_source is None else eval_source, file)
-
-
-def own_rows(file: TaskFile, split: str, at_most: tuple[str, ...] = (), most: int | None = None) -> list[Row]:
-    """The rows that the file's function `rows` returns for "train" or "eval", filtered as those of a source."""
-    place = f'rows("{split}") of {file}'
-    rows = [placed(row, f"{place}, row {number}") for number, row in enumerate(file.rows(split), start=1)]
-    for row in rows:
-        if (problem := find_problem(row, file.fields)) is not None:
-            raise FieldsError(row, problem)
-    if not rows:
-        raise UserError(f"{place} has no rows")
-    return filter_rows(rows, place, file, at_most, most)
+    return load_rows(source if data is not None or eval_source is None else eval_source, file, split="eval")
 
 
 def load_rows(
-    source: str, file: TaskFile, at_most: tuple[str, ...] = (), max_question_length: int | None = None
+    source: str | None,
+    file: TaskFile,
+    at_most: tuple[str, ...] = (),
+    max_question_length: int | None = None,
+    split: str = "train",
 ) -> list[Row]:
-    """The rows of a source that pass the filters, with a hint if they belong to another task."""
+    """The rows of a source that pass the filters, with a hint if they belong to another task.
+
+    Without a source, they are the rows that the task makes for `split`.
+    """
     try:
-        rows = read_rows(source, file.fields, not file.is_bundled)
+        rows = file.rows(split) if source is None else read_rows(source, file.fields, not file.is_bundled)
     except FieldsError as error:
         raise UserError(f"{error}{suggest_task(error.row, file)}") from None
     rows = filter_rows(rows, source, file, at_most, max_question_length)
@@ -57,10 +55,10 @@ def load_rows(
 
 
 def filter_rows(
-    rows: list[Row], source: str, file: TaskFile, at_most: tuple[str, ...], max_question_length: int | None
+    rows: list[Row], source: str | None, file: TaskFile, at_most: tuple[str, ...], max_question_length: int | None
 ) -> list[Row]:
     """Keep the rows that pass `--at-most` and `--max-question-length`, and attach the task's question to each."""
-    kept, passed = rows, []
+    kept, passed, name = rows, [], source_name(source, file)
     for field, most in parse_numbers("--at-most", at_most).items():
         kept = [row for row in kept if _number(row, field) <= most]
         passed.append(f"{len(kept)} --at-most {field}={most:g}")
@@ -72,12 +70,15 @@ def filter_rows(
         kept = [row for row in kept if len(row.question) <= max_question_length]
         passed.append(f"{len(kept)} --max-question-length {max_question_length}")
     if not kept:
-        raise UserError(
-            f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
-        )
+        raise UserError(f"none of the {len(rows)} rows of {name} passes the filters (--at-most, --max-question-length)")
     if passed:
-        say(f"{shown(source)}: of {len(rows)} rows pass " + ", then ".join(passed))
+        say(f"{name}: of {len(rows)} rows pass " + ", then ".join(passed))
     return kept
+
+
+def source_name(source: str | None, file: TaskFile) -> str:
+    """A source for a message; None: the rows that the task makes."""
+    return str(file) if source is None else shown(source)
 
 
 def _number(row: Row, field: str) -> float:

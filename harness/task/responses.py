@@ -114,7 +114,7 @@ def read_prompts(config: ResponseConfig) -> tuple[list[Prompt], Task | None]:
     if config.prompts is None:
         file = task_of(config.task)
         task, source = Task(Scorer(file)), config.data if config.data is not None else file.train_data
-        if source is None:
+        if source is None and not file.has("rows"):
             raise UserError(f"{file} names no data: give --data")
         rows = load_rows(source, file, config.at_most, config.max_question_length)
         task.scorer.try_out(rows[0])
@@ -134,7 +134,7 @@ def read_prompts(config: ResponseConfig) -> tuple[list[Prompt], Task | None]:
         say(f"{len(asked) - len(prompts)} of {len(asked)} prompts left out: too long, or nothing is asked")
     prompts = _in_split(config, prompts)[: config.limit]
     if not prompts:
-        raise UserError(f"{shown(source)}: no prompt is left")
+        raise UserError(f"{shown(source or config.task)}: no prompt is left")
     return prompts, task
 
 

@@ -78,23 +78,18 @@ def load_task(
     `more_weights` are weights of reward components that the experiment adds, or of `correct`; `tools` are JSON schemas;
     `needs_votes` refuses a task whose answers cannot be read. Without `--eval-data`, a task's own data have a held-out
     file, and a user's `--data` may have a test file (`find_test_data`). Without either, `--eval-prompts` rows of
-    `--data`, chosen by `--seed`, are held out.
+    `--data`, chosen by `--seed`, are held out. A task that defines `rows(split)` makes both without `--data`.
     """
     # here as below, not at the top: `--help` need not wait for them
-    from harness.task.questions import find_sources, load_rows, own_rows, read_renamed
+    from harness.task.questions import find_sources, load_rows, read_renamed, source_name
     from harness.task.row_checks import check_votes, shared_questions, try_solutions
 
     scorer = load_scorer(config, more_weights)
     file, functions, filters = scorer.file, scorer.functions, (config.at_most, config.max_question_length)
-    if config.data is None and file.has("rows"):
-        source, eval_source, train_rows = None, config.eval_data, own_rows(file, "train", *filters)
-    else:
-        source, eval_source = find_sources(file, config.data, config.eval_data)
-        train_rows = load_rows(source, file, *filters)
-    if source is None and eval_source is None:
-        eval_rows = own_rows(file, "eval", *filters)[: config.eval_prompts]
-    elif eval_source is not None:
-        eval_rows = load_rows(eval_source, file, *filters)[: config.eval_prompts]
+    source, eval_source = find_sources(file, config.data, config.eval_data)
+    train_rows = load_rows(source, file, *filters)
+    if eval_source is not None or source is None:
+        eval_rows = load_rows(eval_source, file, *filters, split="eval")[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, and --eval-prompts takes {config.eval_prompts} of them: "
@@ -103,7 +98,7 @@ def load_task(
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
     if len(train_rows) > (config.max_prompts or len(train_rows)):
-        say(f"{shown(source or file.name)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
+        say(f"{source_name(source, file)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
         train_rows = train_rows[: config.max_prompts]
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:

@@ -15,6 +15,8 @@ from common.errors import UserError
 from harness.base.checks import is_finite, local_path
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
+from harness.data.rows import FieldsError, Row, find_problem, placed
+from harness.environments.adapters import is_adapted, load_adapter
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
 # Names of other metrics, or their beginnings, which a description cannot use.
@@ -116,13 +118,6 @@ class TaskFile:
             raise self.error("reward", row, problem)
         return {name: self._number("reward", row, name, found[name]) for name in self.weights}
 
-    def rows(self, split: str) -> list[dict]:
-        """The rows for "train" or "eval" of a file that needs no data, if it defines `rows`."""
-        found = self._call("rows", split, kind=list, what="a list of dicts")
-        if wrong := [row for row in found if not isinstance(row, dict)]:
-            raise UserError(f"{self}: rows({split!r}) must return a list of dicts, not of {short(wrong[0])}")
-        return found
-
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
         """Announce completions that are about to be rewarded, if the task defines `prepare`."""
         if rows and self.has("prepare"):
@@ -186,7 +181,19 @@ class TaskFile:
 
     def error(self, function: str, row: dict, problem: str) -> TaskError:
         """The fault of one of the file's functions; it names the row."""
-        return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
+        place = repr(row) if isinstance(row, str) else getattr(row, "place", "a row")  # `rows` gets a split
+        return TaskError(f"{self}: {function} of {place} {problem}")
+
+    def rows(self, split: str) -> list[Row]:
+        """The rows that the file makes itself, for "train" or "eval"; a UserError names one that lacks a field."""
+        found = self._call("rows", split, kind=list, what="a list of dicts")
+        if not found or not all(isinstance(row, dict) for row in found):
+            raise self.error("rows", split, f"must return a list of dicts, not {short(found)}")
+        rows = [placed(row, f"{self}, row {number} of {split}") for number, row in enumerate(found, start=1)]
+        for row in rows:
+            if (problem := find_problem(row, self.fields)) is not None:
+                raise FieldsError(row, problem)
+        return rows
 
     def _is_slow(self, function: str, row: dict) -> TaskError:
         return self.error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
@@ -194,7 +201,7 @@ class TaskFile:
     def _call(self, function: str, *arguments, kind: type | UnionType = object, what: str = ""):
         """Call a function of the file; its result must have the type `kind`, which `what` describes in words."""
         first = arguments[0] if arguments else {}
-        row = first[0] if isinstance(first, list) else first  # `prepare` gets many rows
+        row = first if isinstance(first, dict | str) else first[0]  # `prepare` gets many rows
         try:
             with self._watchdog.watching(function, row):
                 found = getattr(self._module, function)(*arguments)
@@ -234,10 +241,17 @@ def bundled_tasks() -> list[str]:
 
 
 def import_named(name: str) -> ModuleType:
-    """The module that `--task` names: a bundled one, or a user's file."""
+    """The module that `--task` names: a bundled one, a user's file, or what an adapter loads."""
     bundled = bundled_tasks()
     if name in bundled:
         return importlib.import_module(f"tasks.{name}")
+    if is_adapted(name):
+        module = load_adapter(name)
+        source = (
+            f"from harness.environments.adapters import load_adapter\nEnvironment = load_adapter({name!r}).Environment"
+        )
+        module.SOURCE = source.encode()  # for the workers of an environment
+        return module
     path = local_path(name, "--task")
     if not path.is_file():
         raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")

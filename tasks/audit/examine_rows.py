@@ -71,6 +71,8 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
     context = context_of(read_config(config.base, is_here))
     room = context - max_new_tokens
     source, eval_source = find_sources(file, config.data, config.eval_data)
+    if source is None:
+        raise UserError(f"{file} makes its own rows, and a data file is audited: give --data")
     sources = {"training": source} | ({"evaluation": eval_source} if eval_source is not None else {})
     findings, lengths, num_rows, kept = [], [], {}, {}
     for of, name in sources.items():

@@ -27,7 +27,7 @@ OLD = {
     "tests/golden/test_interrupted.py",
 }
 # Folders of the harness, from low to high: each imports only those of earlier lines
-LAYERS = ("base", "workers processes", "data", "models", "engines", "task", "logs", "run")
+LAYERS = ("base", "workers processes", "data", "models", "engines", "environments", "task", "logs", "run")
 LAYERS += ("cli evaluation exporting search teachers tools",)
 LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders.split()}
 

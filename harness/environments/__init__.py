@@ -1,0 +1,1 @@
+"""Environments of several turns: those of other packages, through adapters."""
