@@ -8,6 +8,7 @@ https://github.com/LeonGuertler/TextArena
 
 import contextlib
 import io
+import platform
 import random
 import re
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def _make(game: str, settings: dict[str, object]) -> textarena.Env:
     try:
         return textarena.make(game, **settings)
     except SyntaxError as error:
-        raise UserError("it needs a newer Python: its file has syntax that this one does not know") from error
+        raise UserError(f"Python {platform.python_version()} cannot compile its file: {one_line(error)}") from error
     except Exception as error:  # wrong settings, a missing package or file, or no key for a judge
         if missing := re.search(r"nltk\.download\('([\w-]+)'\)", str(error)):  # it tried to download them
             raise UserError(

@@ -112,6 +112,7 @@ def test_a_mistake_in_rows_is_one_sentence(tmp_path, rows, sentence):
         ("textarena:GuessTheNumbers", "the closest are GuessTheNumber-v0"),
         ("textarena:TicTacToe-v0", "it cannot be played alone"),
         ("textarena:QuantumTicTacToe-v0", "it cannot be played alone: it is a game of several players"),
+        ("textarena:Klondike-v0", "cannot compile its file: invalid syntax"),
         ("reasoning_gym:chainsum", "the closest are chain_sum"),
         ("reasoning_gym:chain_sum?min_trms=1", "it has no setting 'min_trms', but allow_negation, "),
         ("reasoning_gym:chain_sum?min_terms=0", "its settings are refused: min_terms must be positive"),
