@@ -101,7 +101,8 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
         questions.append(entry)
     found = figures(answers, seed)
     found["greedy"]["shares"] = shares(list(map(task.file.tally, task.eval_rows, answers.greedy_texts)))
-    return {"num_questions": len(questions), "asked": task.sources["data"], **found, "questions": questions}
+    asked = task.sources["data"] or task.file.name  # which made its rows itself
+    return {"num_questions": len(questions), "asked": asked, **found, "questions": questions}
 
 
 # The questions -------------------------------------------------------------------------------------------------------

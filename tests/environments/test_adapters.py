@@ -358,7 +358,7 @@ def test_an_exception_of_a_verifier_is_no_reward():
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_on_generated_questions(load_script, tmp_path):
+def test_a_run_is_trained_and_evaluated_on_generated_questions(load_script, tmp_path, capsys):
     needs("reasoning_gym")
     flags = ["--task", "reasoning_gym:chain_sum?rows=12", "--steps", "1", "--prompts-per-step", "2"]
     flags += ["--group-size", "2", "--eval-prompts", "3", "--max-new-tokens", "24", "--device", "cpu"]
@@ -367,6 +367,9 @@ def test_a_run_is_trained_on_generated_questions(load_script, tmp_path):
     assert json_of(directory / "config.json")["task"] == "reasoning_gym:chain_sum?rows=12"
     assert json_of(directory / "summary.json")["steps"] == 1
     assert any("reward/correct" in row for row in rows_of(directory))
+    asked = ["--task", "reasoning_gym:chain_sum?rows=12", "--limit", "3", "--num-samples", "0", "--device", "cpu"]
+    load_script("evaluate.py").main([*asked, "--output", str(tmp_path / "evaluation")])
+    assert "3 questions of reasoning_gym:chain_sum?rows=12" in capsys.readouterr().out
 
 
 TASKSET = """
