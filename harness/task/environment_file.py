@@ -38,6 +38,7 @@ class EnvironmentFile(TaskFile):
             raise UserError(f"{self}: REWARD_WEIGHTS must name one component, the sum of an episode's rewards")
         self._seconds = seconds  # limit of a reset and of a step
         self._numbers, self._workers, self._told = itertools.count(), [], set()
+        self._asked: dict[str, str] = {}  # first observations, by row
         self._player = Player(module.Environment, str(self.path))
 
     def __str__(self) -> str:
@@ -45,7 +46,10 @@ class EnvironmentFile(TaskFile):
 
     def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
         """What the policy is asked in an episode with the seed 0."""
-        return self.ask(self.begin(row, 0, 1).observation, system_prompt)
+        key = json.dumps(row, sort_keys=True, default=str)
+        if key not in self._asked:  # some worlds take long to begin, and each row is looked at several times
+            self._asked[key] = self.begin(row, 0, 1).observation
+        return self.ask(self._asked[key], system_prompt)
 
     def ask(self, observation: str, system_prompt: str = "") -> list[dict]:
         """The conversation that begins with this observation, as a turn of the user."""
@@ -134,10 +138,12 @@ class EnvironmentFile(TaskFile):
         """Let a worker play: always the same one for an episode, which therefore knows it."""
         if not self._workers:
             source = self._module.SOURCE + _PLAYER.encode()
+            settings = {"number": 1, "longest": LONGEST}
             self._workers = [
-                Workers(str(self.path), source, str(self), self._seconds, number=1, longest=LONGEST)
-                for _ in range(NUM_WORKERS)
+                Workers(str(self.path), source, str(self), self._seconds, **settings) for _ in range(NUM_WORKERS)
             ]
+            for workers in self._workers:
+                workers.start()
         try:
             answer = self._workers[number % NUM_WORKERS].ask("play", play)
         except NoAnswerError as error:
