@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from common.errors import UserError
 
-from harness.environments.adapters import one_line, pop_rows, seeded_rows, split_settings, unknown
+from harness.environments.other_packages import one_line, pop_rows, seeded_rows, split_settings, unknown
 
 MOST_NUMBERS = 64  # of an observation: more, such as the pixels of an image, are no text for a policy
 MOST_ACTIONS = 100

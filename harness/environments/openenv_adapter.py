@@ -16,7 +16,7 @@ from openenv.core import GenericEnvClient
 
 from common.errors import UserError
 
-from harness.environments.adapters import one_line, pop_rows, seeded_rows, split_settings
+from harness.environments.other_packages import one_line, pop_rows, seeded_rows, split_settings
 
 TIMEOUT = 10  # seconds for the first answer
 _OTHER_FIELDS = {"metadata", "done", "reward"}  # which every action or observation of OpenEnv has

@@ -20,7 +20,7 @@ from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from common.errors import UserError
 
-from harness.environments.adapters import EVAL_SEED, one_line, pop_rows, split_settings, unknown
+from harness.environments.other_packages import EVAL_SEED, one_line, pop_rows, split_settings, unknown
 
 SYSTEM_PROMPT = SYSTEM_PROMPTS["default"]  # the package's own: it asks for <answer>
 

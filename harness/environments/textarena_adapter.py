@@ -19,7 +19,7 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from common.errors import UserError
 
-from harness.environments.adapters import one_line, pop_rows, seeded_rows, split_settings, unknown
+from harness.environments.other_packages import one_line, pop_rows, seeded_rows, split_settings, unknown
 
 
 def load(name: str) -> SimpleNamespace:

@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import environment_class, load_taskset, taskset_
 
 from common.errors import UserError
 
-from harness.environments.adapters import EVAL_ROWS, one_line, pop_rows, split_settings
+from harness.environments.other_packages import EVAL_ROWS, one_line, pop_rows, split_settings
 
 HELD_OUT = 5  # one task of so many is held out
 

@@ -16,7 +16,7 @@ from harness.base.checks import is_finite, local_path
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
 from harness.data.rows import FieldsError, Row, find_problem, placed
-from harness.environments.adapters import is_adapted, load_adapter
+from harness.environments.other_packages import is_adapted, load_adapter
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
 # Names of other metrics, or their beginnings, which a description cannot use.
@@ -247,9 +247,7 @@ def import_named(name: str) -> ModuleType:
         return importlib.import_module(f"tasks.{name}")
     if is_adapted(name):
         module = load_adapter(name)
-        source = (
-            f"from harness.environments.adapters import load_adapter\nEnvironment = load_adapter({name!r}).Environment"
-        )
+        source = f"from harness.environments.other_packages import load_adapter\nEnvironment = load_adapter({name!r}).Environment"
         module.SOURCE = source.encode()  # for the workers of an environment
         return module
     path = local_path(name, "--task")

@@ -1,10 +1,10 @@
 """Write the maps of tasks/thin_ice.py, and the lessons from which the policy tiny_world has learned it.
 
-    python imitation/tiny_policy/make_thin_ice.py              # seconds; the same bytes every time
-    python imitation/tiny_policy/make_thin_ice.py lessons      # runs/thin_ice/: demonstrations, and a policy to teach
+    python imitation/tiny_policy/make_thin_ice.py               # seconds; the same bytes every time
+    python imitation/tiny_policy/make_thin_ice.py --lessons     # runs/thin_ice/: demonstrations, and a policy to teach
     python imitation/sft/train.py --model runs/thin_ice/student --data runs/thin_ice/lessons.jsonl --lr 1e-3 \\
         --name tiny_world                                      # two to three minutes of one core
-    python imitation/tiny_policy/make_thin_ice.py policy runs/sft/tiny_world/final      # data/policies/tiny_world
+    python imitation/tiny_policy/make_thin_ice.py --policy runs/sft/tiny_world/final    # data/policies/tiny_world
 
 thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4 x 4 cells whose shortest way takes 2
 to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
@@ -21,10 +21,11 @@ before any lesson.
 
 import json
 import random
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import tyro
 from data_files import DATA, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,6 +39,12 @@ NOISE, CARE = 0.5, 0.5
 NUM_LESSONS = 8_000
 LESSONS = Path("runs") / "thin_ice"
 SEEN = "0123456789 "  # text whose tokens keep their embeddings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    lessons: bool = False  # write the lessons, and no maps
+    policy: Path | None = None  # publish this trained policy, and write no maps
 
 
 def draw_map(rng: random.Random, size: int = 4) -> dict:
@@ -109,7 +116,7 @@ def write_student(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def publish(trained: str) -> None:
+def publish(trained: Path) -> None:
     """Round a trained policy to bfloat16, as the bundled ones are."""
     folder = DATA / "policies" / "tiny_world"
     AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).save_pretrained(folder)
@@ -118,12 +125,13 @@ def publish(trained: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["policy"]:
-        publish(sys.argv[2])
+    config = tyro.cli(Config, description=__doc__)
+    if config.policy is not None:
+        publish(config.policy)
         return
     heldout = make_rows("heldout", 16, range(2, 10))
     train = make_rows("train", 128, range(2, 10), without=heldout)
-    if sys.argv[1:] == ["lessons"]:
+    if config.lessons:
         write_student(LESSONS / "student")
         lines = [json.dumps(lesson) + "\n" for lesson in make_lessons([*heldout, *train])]
         (LESSONS / "lessons.jsonl").write_text("".join(lines), encoding="utf-8")

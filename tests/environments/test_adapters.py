@@ -13,8 +13,8 @@ from run_files import json_of, rows_of
 from common.errors import UserError
 
 from harness.base.config import RunConfig
-from harness.environments import adapters
-from harness.environments.adapters import load_adapter
+from harness.environments import other_packages as adapters
+from harness.environments.other_packages import load_adapter
 from harness.task.task import load_task
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=False"

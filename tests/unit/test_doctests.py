@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.environments.adapters import ADAPTERS
+from harness.environments.other_packages import ADAPTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("common", "doctor", "fast", "harness", "tasks", "viewer")
