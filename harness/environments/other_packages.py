@@ -1,6 +1,6 @@
 """Environments and tasks of other packages, which `--task PREFIX:NAME` names, each through its adapter.
 
-An adapter is a module of this folder with `load(name)`, which returns what a file for `--task` would define: for an environment
+An adapter is a module of this folder with `load(name)`, which returns what a file would define: for an environment
 `Environment` and `rows`, for a task of one turn `messages`, `reward`, `REWARD_WEIGHTS` and `rows`. Settings follow the
 name as in an address: `gymnasium:FrozenLake-v1?is_slippery=False&rows=200`. A package is imported when it is named.
 """

@@ -247,8 +247,8 @@ def import_named(name: str) -> ModuleType:
         return importlib.import_module(f"tasks.{name}")
     if is_adapted(name):
         module = load_adapter(name)
-        source = f"from harness.environments.other_packages import load_adapter\nEnvironment = load_adapter({name!r}).Environment"
-        module.SOURCE = source.encode()  # for the workers of an environment
+        loaded = f"load_adapter({name!r}).Environment"  # for the workers of an environment
+        module.SOURCE = f"from {load_adapter.__module__} import load_adapter\nEnvironment = {loaded}".encode()
         return module
     path = local_path(name, "--task")
     if not path.is_file():
