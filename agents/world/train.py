@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import torch
 from exact_advantages import exact_advantages
-from turn_credit import Credit, agreement, turn_advantages
+from turn_credit import Credit, agreement, check_credit, turn_advantages
 
 from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
@@ -96,6 +96,7 @@ class Config(RunConfig):
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, __doc__, RESOLVED)
     task = load_task(config)  # the environment, and the rows of data that it is reset with
+    check_credit(config, task.file)
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None

@@ -30,6 +30,15 @@ CLEAR = 0.02  # in units of reward
 Turns = list[list[float]]  # one number for each turn of each episode
 
 
+def check_credit(config, world) -> None:
+    """Refuse a credit that needs what this environment has not, before a model is loaded."""
+    if config.credit in ("progress", "potential") and not world.has_potential:
+        raise UserError(f"--credit {config.credit}: {world} defines no method potential()")
+    if "exact" in (config.credit, config.log_exact and "exact") and world.name != "thin_ice":
+        flag = "--credit exact" if config.credit == "exact" else "--log-exact"
+        raise UserError(f"{flag}: exact advantages can be computed in the bundled world only, thin_ice, not in {world}")
+
+
 def turn_advantages(config, policy: Policy, trajectories: list[Trajectory]) -> Turns:
     """The advantages of all turns of B episodes, a group's G adjacent; exactly 0 where nothing can be compared."""
     episodes, gamma, advantages = [row.episode for row in trajectories], config.turn_discount, []
@@ -168,13 +177,7 @@ def potential_rewards(group: list[Episode], weight: float, gamma: float) -> Turn
 
 
 def known_potentials(episode: Episode) -> tuple[list[float], list[float]]:
-    """The potentials before and after each turn.
-
-    Raises:
-        UserError: the environment defines no potential.
-    """
-    if None in episode.potentials:
-        raise UserError("this --credit needs an environment that defines potential()")
+    """The potentials before and after each turn."""
     return episode.potentials[:-1], episode.potentials[1:]
 
 

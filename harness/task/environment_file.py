@@ -29,6 +29,10 @@ class EnvironmentFile(TaskFile):
     FUNCTIONS = ()
     is_environment = True
 
+    @property
+    def has_potential(self) -> bool:
+        return hasattr(self._module.Environment, "potential")
+
     def __init__(self, module: ModuleType, name: str, seconds: float):
         for function, arguments in (("reset", "row, seed"), ("step", "action")):
             if not callable(getattr(module.Environment, function, None)):

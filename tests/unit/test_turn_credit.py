@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import exact_advantages as exact
@@ -12,7 +13,6 @@ import turn_credit as credit
 
 from common.episode import Episode
 from common.errors import UserError
-from common.trajectory import Trajectory
 from tasks.thin_ice import ACTIONS, PAID, SUNK, start_of, transition
 
 GAMMA, EPS = 0.9, 1e-4
@@ -166,11 +166,20 @@ def test_potential_shaping_is_a_baseline_for_each_state():
         assert row == pytest.approx(expected)
 
 
-def test_process_rewards_need_a_potential():
-    group = played(0)
-    group[2].potentials = [None] * len(group[2].potentials)
-    with pytest.raises(UserError, match="needs an environment that defines potential"):
-        advantages("progress", group)
+@pytest.mark.parametrize(("credit_name", "log_exact", "sentence"), [
+    ("progress", False, "--credit progress: --environment walk.py defines no method potential()"),
+    ("exact", False, "--credit exact: exact advantages can be computed in the bundled world only"),
+    ("gigpo", True, "--log-exact: exact advantages can be computed in the bundled world only"),
+])  # fmt: skip
+def test_a_credit_is_refused_where_it_cannot_be_computed(credit_name, log_exact, sentence):
+    class World(SimpleNamespace):
+        def __str__(self):
+            return f"--environment {self.name}"
+
+    config = SimpleNamespace(credit=credit_name, log_exact=log_exact)
+    credit.check_credit(config, World(name="thin_ice", has_potential=True))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        credit.check_credit(config, World(name="walk.py", has_potential=False))
 
 
 # ---- exact advantages
@@ -210,9 +219,3 @@ def test_exact_values_are_the_means_of_all_plays(monkeypatch):
         q = 1.0 if after == PAID else values[left - 1][after]
         assert found[turn] == pytest.approx(q - values[left][state], abs=1e-12)
     assert sum(found) == pytest.approx(1 - values[5][start_of(ROW)], abs=1e-12)  # no chance is left but the policy's
-
-
-def test_only_the_bundled_world_has_exact_advantages():
-    row = Trajectory([1], 1, [0], [0.0], episode=Episode({"at": 1}, 0, 0, 2))
-    with pytest.raises(UserError, match="only in the bundled world"):
-        exact.exact_advantages(None, [row])
