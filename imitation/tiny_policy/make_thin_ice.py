@@ -8,6 +8,7 @@
 
 thin_ice.jsonl (training) and thin_ice_heldout.jsonl (evaluation) have maps of 4 x 4 cells whose shortest way takes 2
 to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has maps of 6 x 6 cells, 6 to 13 turns long.
+thin_ice_patient.jsonl has short ways and a budget of 20 turns: room for a farm.
 
 A demonstration is the way of a walker in a hurry: with probability 1 - NOISE it goes straight towards the coin or the
 bridge, and else does anything. CARE is the share of its turns in which it looks for ice before it goes. All of its ways
@@ -34,6 +35,7 @@ from tasks.thin_ice import ACTIONS, MOVES, Environment, distances, start_of, vie
 from harness.base.config import TINY_POLICY
 
 SEED = 20261128
+PATIENCE = 20  # turns of the budget where it does not depend on the shortest way
 SLACK = 3  # turns of the budget beyond the shortest way
 NOISE, CARE = 0.5, 0.5
 NUM_LESSONS = 8_000
@@ -137,9 +139,11 @@ def main() -> None:
         (LESSONS / "lessons.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{LESSONS}: {len(lines)} demonstrations, and a policy to teach")
         return
-    write_rows(
-        {"thin_ice": train, "thin_ice_heldout": heldout, "thin_ice_large": make_rows("large", 8, range(6, 14), 6)}
-    )
+    large = make_rows("large", 8, range(6, 14), size=6)
+    patient = make_rows("patient", 64, range(2, 6), without=[*heldout, *train])
+    patient = [row | {"max_turns": PATIENCE} for row in patient]
+    names = ("thin_ice", "thin_ice_heldout", "thin_ice_large", "thin_ice_patient")
+    write_rows(dict(zip(names, (train, heldout, large, patient), strict=True)))
 
 
 if __name__ == "__main__":
