@@ -12,10 +12,11 @@ divided by the root mean square of the whole step, and the others are normalised
 States are compared as the environment's `state()` gives them, or by its observations if it has none.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import correlation, fmean, stdev
 from typing import Literal
 
+import torch
 from exact_advantages import exact_advantages
 
 from common.advantages import STD_EPS
@@ -89,8 +90,8 @@ def gigpo(group: list[Episode], gamma: float) -> Turns:
     """GiGPO: A_k = N(R) over the episodes + N(G_k) over the turns of the group that begin in the same state s_k.
 
     Feng et al. 2025, arXiv 2505.10978, equations 3 to 8, with weight 1 and the standard deviation as normalisation (the
-    paper also proposes none). Their code (verl-agent, gigpo/core_gigpo.py) takes the observation as the state, and a
-    state that was visited once keeps its G_k, where the equation, and this function, give 0.
+    paper also proposes none). Their code, verl-agent, takes the observation for the state. By default it divides by no
+    standard deviation, and its mean return is over turns, so that a long episode counts more often.
     """
     to_go, visits, both = rewards_to_go(group, gamma), defaultdict(list), of_episodes(group)
     for number, episode in enumerate(group):
@@ -124,28 +125,28 @@ def action_means(group: list[Episode], gamma: float) -> Turns:
     ]
 
 
-def walked_graph(group: list[Episode], gamma: float, sweeps: int = 60) -> Turns:
+def walked_graph(group: list[Episode], gamma: float) -> Turns:
     """A_k = r_k + gamma V(s_k+1) - V(s_k), temporal differences on the graph that the group has walked.
 
         V(s) = mean of r_k + gamma V(s_k+1) over the group's turns with s_k = s        (0 after an episode's last turn)
 
-    The fixed point is the value of the policy in a world that does what it did in these visits: batch TD(0) (Sutton and
+    The solution is the value of the policy in a world that does what it did in these visits: batch TD(0) (Sutton and
     Barto 2018, section 6.3). One episode's success thereby reaches others that met it on its way.
     """
-    steps = []  # of each episode: state, reward, next state
+    place = {state: number for number, state in enumerate(dict.fromkeys(s for one in group for s in one.states))}
+    equations, rewards = torch.zeros(len(place), len(place)).double(), torch.zeros(len(place), 1).double()
+    visits = Counter(state for episode in group for state in episode.states)
     for episode in group:
-        following = [*episode.states[1:], None]
-        steps.append(list(zip(episode.states, episode.rewards, following, strict=True)))
-    leaving, values = defaultdict(list), defaultdict(float)
-    for state, reward, after in (step for some in steps for step in some):
-        leaving[state].append((reward, after))
-    for _ in range(sweeps):
-        for state, ways in leaving.items():
-            values[state] = fmean(
-                reward + gamma * (values[after] if after is not None else 0.0) for reward, after in ways
-            )
-    worth = {None: 0.0, **values}
-    return [[reward + gamma * worth[after] - worth[state] for state, reward, after in some] for some in steps]
+        for state, reward, after in zip(episode.states, episode.rewards, [*episode.states[1:], None], strict=True):
+            rewards[place[state]] += reward / visits[state]
+            if after is not None:
+                equations[place[state], place[after]] -= gamma / visits[state]
+    solved = torch.linalg.solve(torch.eye(len(place)).double() + equations, rewards)[:, 0].tolist()
+    values = [[solved[place[state]] for state in episode.states] for episode in group]
+    return [
+        [reward + gamma * then - now for reward, now, then in zip(one.rewards, own, [*own[1:], 0.0], strict=True)]
+        for one, own in zip(group, values, strict=True)
+    ]
 
 
 def progress_rewards(group: list[Episode], weight: float) -> Turns:
@@ -184,11 +185,11 @@ def known_potentials(episode: Episode) -> tuple[list[float], list[float]]:
 def agreement(episodes: list[Episode]) -> dict[str, float]:
     """How the advantages of all turns agree with the exact ones, if these are known: correlation, and share of signs.
 
-    Only turns that matter have a sign: an exact advantage of at least CLEAR, in units of reward.
+    Signs are those of turns that got any credit and that matter: an exact advantage of at least CLEAR.
     """
     turns = [pair for one in episodes if one.exact for pair in zip(one.advantages, one.exact, strict=True)]
     pairs = gather_rows(turns)
-    clear = [(given > 0) == (exact > 0) for given, exact in pairs if abs(exact) >= CLEAR]
+    clear = [(given > 0) == (exact > 0) for given, exact in pairs if given and abs(exact) >= CLEAR]
     if len(pairs) < 2 or not clear or min(map(len, map(set, zip(*pairs, strict=True)))) < 2:
         return {}
     return {"credit/correlation": correlation(*zip(*pairs, strict=True)), "credit/right_sign": fmean(clear)}

@@ -124,7 +124,7 @@ def test_the_walked_graph_has_the_values_of_its_linear_equations():
     values = dict(
         zip(states, torch.linalg.solve(torch.eye(len(states)).double() - moves, rewards).tolist(), strict=True)
     )
-    for episode, row in zip(group, credit.walked_graph(group, GAMMA, sweeps=400), strict=True):
+    for episode, row in zip(group, credit.walked_graph(group, GAMMA), strict=True):
         following = [*(GAMMA * values[state] for state in episode.states[1:]), 0.0]
         worth = [values[state] for state in episode.states]
         expected = [r + then - now for r, then, now in zip(episode.rewards, following, worth, strict=True)]
@@ -219,3 +219,43 @@ def test_exact_values_are_the_means_of_all_plays(monkeypatch):
         q = 1.0 if after == PAID else values[left - 1][after]
         assert found[turn] == pytest.approx(q - values[left][state], abs=1e-12)
     assert sum(found) == pytest.approx(1 - values[5][start_of(ROW)], abs=1e-12)  # no chance is left but the policy's
+
+
+def test_probabilities_are_those_of_the_policy_before_each_turn(load_script):
+    """Of the sampled actions: what the sampler has recorded, in first turns and later ones."""
+    policy, played = play_the_bundled_world(load_script, maps=[0, 5], group_size=4)
+    first = [policy.tokenizer.encode(action, add_special_tokens=False)[0] for action in ACTIONS]
+    assert len(set(first)) == len(ACTIONS)
+    for row, found in zip(played, exact.acting_probabilities(policy, played), strict=True):
+        starts = [place for place, bit in enumerate(row.action_mask) if bit and not row.action_mask[place - 1]]
+        assert found.shape == (row.episode.num_turns, len(ACTIONS)) == (len(starts), 6)
+        for place, action, own in zip(starts, row.episode.actions, found, strict=True):
+            if action in ACTIONS:
+                recorded = math.exp(row.sampler_log_probs[place])
+                assert own[ACTIONS.index(action)].item() == pytest.approx(recorded, rel=1e-4)
+        fresh = exact.fresh_probabilities(policy, row.episode.row)[start_of(row.episode.row)]
+        assert found[0].tolist() == pytest.approx(fresh.tolist(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_exact_advantages_of_first_turns_equal_monte_carlo(load_script):
+    """E[R | a_0] - E[R] over 1,024 plays of a map, to four standard errors and what memory may add."""
+    policy, played = play_the_bundled_world(load_script, maps=[1], group_size=1024)
+    found, clear = exact.exact_advantages(policy, played), 0
+    returns = torch.tensor([sum(row.episode.rewards) for row in played]).double()
+    for action in {row.episode.actions[0] for row in played}:
+        chosen = torch.tensor([row.episode.actions[0] == action for row in played])
+        if (count := int(chosen.sum())) >= 50:
+            worth = returns[chosen].mean().item()
+            error = 4 * (max(worth * (1 - worth), 0.01) / count) ** 0.5 + 0.02
+            advantage = found[chosen.nonzero()[0].item()][0]
+            assert worth - returns.mean().item() == pytest.approx(advantage, abs=error)
+            clear += abs(advantage) > error
+    assert clear  # otherwise the comparison shows nothing
+
+
+def play_the_bundled_world(load_script, maps: list[int], group_size: int) -> tuple:
+    train = load_script("agents/world/train.py")
+    config = train.parse_config(train.Config, ["--eval-prompts", "1"], "", train.RESOLVED)
+    task, policy = train.load_task(config), train.load_policy(config, config.temperature)
+    return policy, train.converse(config, task, policy, task.train_rows, maps, group_size, key=(0, 1))
