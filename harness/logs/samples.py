@@ -140,7 +140,10 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 def turn_lines(turns: list[tuple[str, str]]) -> list[str]:
     """One line per turn of a conversation, for the policy, and the tools or the world."""
     names = {"assistant": POLICY, "tool": TOOL, "user": WORLD}
-    return [f"{names[role]} {printable(text, 240, END)}" for role, text in turns[:MOST_TURNS]]
+    lines = [f"{names[role]} {printable(text, 240, END)}" for role, text in turns]
+    if len(lines) > MOST_TURNS:  # how it began, and how it ended
+        lines[MOST_TURNS // 2 : 1 - MOST_TURNS // 2] = ["  ..."]
+    return lines
 
 
 class TokenTexts:

@@ -66,6 +66,11 @@ class EnvironmentFile(TaskFile):
     def describe(self, row: dict, text: str) -> dict[str, float]:
         return {}
 
+    def right_answer(self, row: dict) -> str | None:
+        """For people: how many turns the best play takes, if the file's `optimal` knows."""
+        turns = self._call("optimal", row, kind=int | None, what="an int or None") if self.has("optimal") else None
+        return None if turns is None else f"possible in {turns} turns"
+
     def begin(self, row: dict, seed: int, max_turns: int) -> Episode:
         """A new episode with the row's `max_turns`, else the given one.
 

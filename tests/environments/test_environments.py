@@ -13,6 +13,7 @@ from common.keyed import keyed_generator
 
 from harness.base.config import TINY_POLICY
 from harness.data.rows import Row
+from harness.logs.samples import turn_lines
 from harness.models.loading import load_policy
 from harness.task.named_task import task_of
 from harness.workers.playing import KEPT, Player
@@ -66,6 +67,13 @@ def test_an_episode_is_a_record_of_its_turns(world):
     assert walk.described(other) == {"far": 1.0, "faults": 0}
     other.settle(3.0)
     assert other.rewards == [0.5, 2.5]
+
+
+def test_a_long_play_is_printed_with_its_beginning_and_its_end(world):
+    lines = turn_lines([("assistant" if turn % 2 else "user", str(turn)) for turn in range(30)])
+    assert [line.split()[-1] for line in lines] == ["0", "1", "2", "3", "4", "5", "...", "25", "26", "27", "28", "29"]
+    walk = world(WALK + "\ndef optimal(row):\n    return 3 - row['at']\n")
+    assert walk.right_answer({"at": 1}) == "possible in 2 turns"
 
 
 @pytest.mark.parametrize(("action", "sentence"), [
