@@ -25,7 +25,7 @@ class Episode:
     # before each action and after the last one: how near the goal is, if the environment says so
     potentials: list[float | None] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)  # of each action, as it is trained
-    exact: list[float] | None = None  # the same, exactly, where that is computed
+    exact: list[float] = field(default_factory=list)  # the same, exactly, where that is computed
     is_over: bool = False  # ended by the environment, not by a budget
     fault: str | None = None  # why the environment could not go on
     description: dict[str, float] = field(default_factory=dict)  # only logged
@@ -40,8 +40,8 @@ class Episode:
 
     def by_turn(self) -> dict[str, list]:
         """What is known of each turn, to be logged."""
-        known = {"states": self.states, "rewards": self.rewards, "advantages": self.advantages}
-        return known if self.exact is None else known | {"exact": self.exact}
+        known = {"states": self.states, "rewards": self.rewards, "advantages": self.advantages, "exact": self.exact}
+        return {name: values for name, values in known.items() if values}
 
     def see(self, observation: str, state: str, potential: float | None, description: dict[str, float]) -> None:
         """What the environment shows after its reset, and after each action."""

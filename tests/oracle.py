@@ -16,6 +16,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_multiturn_tool_calling": [("grpo", {})],
     "experiment_multiturn_qa": [("grpo", {})],
     "agents/world": [("grpo", {})],  # the advantages of its turns: unit/test_turn_credit.py
+    "agents/critic": [("grpo", {})],
     "scale/engine": [("grpo", {})],
     "scale/mesh": [("grpo", {})],
     "scale/asynchronous": [("grpo", {}), ("grpo", {"correction": "clip"})],  # the others: unit/test_asynchronous.py

@@ -44,6 +44,7 @@ FLAGS_OF = {
     "gspo": {"clip_eps": 0.01, "clip_eps_high": 0.02},
     "cispo": {"ratio_cap": 1.05},
     "ppo": {"gamma": 0.95, "gae_lambda": 0.9, "critic_lr_factor": 5.0, "value_clip": 0.02},
+    "critic": {"gamma": 0.95, "gae_lambda": 0.9, "max_new_tokens": 30, "max_turn_tokens": 4},
     "likelihood": {"max_new_tokens": 40},
     "dpo": {"epochs": 2, "beta": 0.3},
     "reward_model": {"epochs": 2},
@@ -60,6 +61,7 @@ FLAGS_OF = {
 }
 LIKE_OTHERS = {"accelerate", "accelerate_ddp", "mesh", "multiturn_qa"}  # with one process, or another tool
 LIKE_OTHERS |= {"majority"}  # with another reward: unit/test_majority.py
+CRITICS = {"ppo", "critic"}
 GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges
 REWARD = "def varied(completions, **_):\n    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]\n"
@@ -116,7 +118,7 @@ class Replay:
             generator = torch.Generator().manual_seed(self.config["seed"])
             nn.init.normal_(self.model.score.weight, std=0.02, generator=generator)
         self.trained = {"model": self.model}
-        if name == "ppo":
+        if name in CRITICS:
             head = nn.Linear(self.model.config.hidden_size, 1)
             nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
             self.trained["critic"] = nn.ModuleDict({"decoder": copy.deepcopy(self.model.model), "head": head})
@@ -259,7 +261,7 @@ class Replay:
         row["old"] = scores[range(len(scores)), actions(row, "ids")].tolist()
         is_hinted = self.name != "self_distill" or row["hinted"] is not row
         row["other"] = self.log_probs(self.other, row["hinted"]).tolist() if is_hinted else row["old"]
-        row["values"] = self.values(row).tolist() if self.name == "ppo" else None
+        row["values"] = self.values(row).tolist() if self.name in CRITICS else None
         for name, expected in (("sampler_log_probs", "old"), ("old_log_probs", "old"), ("log_probs_ref", "other")):
             assert row[name] is None or actions(row, name) == pytest.approx(row[expected], abs=1e-4)
         if self.name == "engine":  # it has random numbers of its own
@@ -311,13 +313,15 @@ class Replay:
             if self.name == "self_distill":
                 weights = [math.exp(teacher - old) for teacher, old in zip(row["other"], row["old"], strict=True)]
                 row["advantages"] = [min(w, self.config["weight_cap"]) - 1 for w in weights]
-            if self.name == "ppo":
-                row["advantages"] = slow_gae(reward, row["values"], self.config["gamma"], self.config["gae_lambda"])
+            if self.name in CRITICS:
+                row["advantages"] = slow_gae(
+                    earned(row), row["values"], self.config["gamma"], self.config["gae_lambda"]
+                )
                 row["targets"] = [a + value for a, value in zip(row["advantages"], row["values"], strict=True)]
         self.baseline += 0.1 * (fmean(returns) - self.baseline)
         of_all = [advantage for row in rows for advantage in row["advantages"]]
         for row in rows:
-            if self.name == "ppo":
+            if self.name in CRITICS:
                 row["advantages"] = [(a - fmean(of_all)) / (pstdev(of_all) + 1e-4) for a in row["advantages"]]
             assert row["advantage"] == pytest.approx(fmean(row["advantages"]), abs=1e-5)
             if self.name == "engine":
@@ -341,7 +345,7 @@ class Replay:
             terms, pushes = slow_row(FORMULA[self.name], *given, **settings)
             total, loss = total + sum(terms), loss - (torch.tensor(pushes) * log_probs).sum()
             expected = {"terms": terms, "push": pushes}
-            if self.name == "ppo":
+            if self.name in CRITICS:
                 losses = slow_value_losses(self.values(row), row["values"], row["targets"], config["value_clip"])
                 expected["critic/loss"], loss = losses.tolist(), loss + losses.mean() / len(minibatch)
             logged = {"action_mask": row["action_mask"]} | update
@@ -351,12 +355,22 @@ class Replay:
         return total, self.update(step, loss)
 
 
-def slow_gae(reward: float, values: list[float], gamma: float, gae_lambda: float) -> list[float]:
+def earned(row: dict) -> list[float]:
+    """The reward of each action token: a turn's comes with its last one, and a completion's with its last of all."""
+    rewards, turns = [], list(row["episode"]["rewards"]) if "episode" in row else [row["return"]]
+    for t in places(row):
+        is_last = t + 1 == len(row["ids"]) or not row["action_mask"][t + 1]
+        rewards.append(turns.pop(0) if is_last and ("episode" in row or t == places(row)[-1]) else 0.0)
+    assert not turns
+    return rewards
+
+
+def slow_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
     advantages, next_value, next_advantage = [], 0.0, 0.0
-    for value in reversed(values):
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         next_advantage = reward + gamma * next_value - value + gamma * gae_lambda * next_advantage
         advantages.insert(0, next_advantage)
-        reward, next_value = 0.0, value
+        next_value = value
     return advantages
 
 
