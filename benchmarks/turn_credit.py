@@ -283,7 +283,7 @@ def draw() -> None:
         axes.set_yticks(range(len(names)), [NAMES[name] for name in names] if maps == "all" else [], fontsize=8)
         axes.set_xlim(0, 1)
         axes.set_xlabel(f"cosine, maps of {MAPS[maps][0]} to {MAPS[maps][1]} turns", fontsize=8)
-    places[0].legend(fontsize=6, loc="center left")
+    places[0].legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderpad=0)
     for credit, color in zip(TRAINED, plt.get_cmap("tab10").colors, strict=False):
         runs = [row["correct"] for row in read("training") if (row["maps"], row["credit"]) == ("far", credit)]
         if runs:
