@@ -283,7 +283,8 @@ def draw() -> None:
         axes.set_yticks(range(len(names)), [NAMES[name] for name in names] if maps == "all" else [], fontsize=8)
         axes.set_xlim(0, 1)
         axes.set_xlabel(f"cosine, maps of {MAPS[maps][0]} to {MAPS[maps][1]} turns", fontsize=8)
-    places[0].legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderpad=0)
+    handles = places[0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=7, loc="upper left", ncols=2, frameon=False)
     for credit, color in zip(TRAINED, plt.get_cmap("tab10").colors, strict=False):
         runs = [row["correct"] for row in read("training") if (row["maps"], row["credit"]) == ("far", credit)]
         if runs:
@@ -298,7 +299,7 @@ def draw() -> None:
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(pad=0.5)
+    figure.tight_layout(pad=0.5, rect=(0, 0, 1, 0.94))
     save_figure(figure, PICTURE, dpi=160)
 
 
