@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Episode:
-    """A record of n turns. The environment itself lives elsewhere, see harness/environments.
+    """A record of n turns. The environment itself lives elsewhere, see harness/task/environment_file.py.
 
     >>> play = Episode({"at": [1, 1]}, seed=0, number=0, max_turns=2, state="1 1", states=["1 1"], rewards=[0.0])
     >>> play.actions.append("N")

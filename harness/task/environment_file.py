@@ -29,10 +29,6 @@ class EnvironmentFile(TaskFile):
     FUNCTIONS = ()
     is_environment = True
 
-    @property
-    def has_potential(self) -> bool:
-        return hasattr(self._module.Environment, "potential")
-
     def __init__(self, module: ModuleType, name: str, seconds: float):
         for function, arguments in (("reset", "row, seed"), ("step", "action")):
             if not callable(getattr(module.Environment, function, None)):
@@ -47,6 +43,10 @@ class EnvironmentFile(TaskFile):
 
     def __str__(self) -> str:
         return f"--environment {self.name}"
+
+    @property
+    def has_potential(self) -> bool:
+        return hasattr(self._module.Environment, "potential")
 
     def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
         """What the policy is asked in an episode with the seed 0."""
@@ -80,7 +80,8 @@ class EnvironmentFile(TaskFile):
         place, max_turns = getattr(row, "place", "a row"), row.get("max_turns", max_turns)
         if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
             raise TaskError(f"{self}: {place}: max_turns must be a whole number above 0, not {short(max_turns)}")
-        episode = Episode(dict(row), seed, next(self._numbers), max_turns)
+        row = json.loads(json.dumps(row, default=str))  # what a worker gets: dates, for example, become text
+        episode = Episode(row, seed, next(self._numbers), max_turns)
         try:
             self._play(episode)
         except RuntimeError as error:
@@ -91,11 +92,11 @@ class EnvironmentFile(TaskFile):
         """Take one turn in each of the episodes; one whose environment fails ends there, with what it has earned.
 
         Raises:
-            TaskError: they fail in all of several episodes.
+            TaskError: they fail in all of several episodes that have just begun.
         """
         in_threads(self._step, episodes, actions, parallel=not self.is_bundled)
         faults = [episode.fault for episode in episodes if episode.fault is not None]
-        if len(faults) == len(episodes) > 1:
+        if len(faults) == len(episodes) > 1 and all(episode.num_turns == 1 for episode in episodes):
             raise TaskError(f"{self}: none of {len(episodes)} episodes can go on: {faults[0]}")
         for fault in faults:
             if fault not in self._told and len(self._told) < MOST_FAULTS:
@@ -137,6 +138,7 @@ class EnvironmentFile(TaskFile):
     def _play(self, episode: Episode) -> None:
         """Take the newest action of an episode, or reset its environment. RuntimeError: it fails."""
         play = {"episode": episode.number, "row": episode.row, "seed": episode.seed, "actions": episode.actions}
+        play["seen"] = episode.observation
         shown = self._player.play(**play) if self.is_bundled else self._ask(episode.number, play)
         episode.see(shown["observation"], shown["state"], shown["potential"], shown["description"])
         if episode.actions:

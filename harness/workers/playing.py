@@ -18,17 +18,20 @@ class Player:
         self._environment, self._path = environment, path
         self._kept: dict[int, tuple[object, int]] = {}  # by episode: the environment, and how many actions it has seen
 
-    def play(self, episode: int, row: dict, seed: int, actions: list[str]) -> dict:
-        """Take the last of the actions, or reset without any; what the environment shows then.
+    def play(self, episode: int, row: dict, seed: int, actions: list[str], seen: str) -> dict:
+        """Take the last of the actions, after which `seen` was seen, or reset without any; what is shown then.
 
         Raises:
-            RuntimeError: a function of the environment raised or returned something else, in one sentence.
+            RuntimeError: a function of the environment raised or returned something else, or a repeated play shows
+                something else; in one sentence.
         """
         environment, taken = self._kept.pop(episode, (None, -1))
         if taken != len(actions) - 1 or not actions:  # new, or another process has played it so far
             environment, shown = self._reset(row, seed)
             for action in actions[:-1]:
-                self._step(environment, action)
+                shown = self._step(environment, action)
+            if actions and shown["observation"] != seen:
+                raise RuntimeError("its process ended, and played again in another one it shows something else")
         if actions:
             shown = self._step(environment, actions[-1])
         shown |= self._ask(environment, shown["observation"])

@@ -1,5 +1,6 @@
 """Environments of a user's own: what is wrong with one is said in a sentence, and a broken one costs its episode."""
 
+import datetime
 import itertools
 import json
 import time
@@ -96,6 +97,11 @@ def test_a_broken_environment_ends_its_own_episode_only(world, capsys, action, s
     assert episodes[0].rewards == [0.25, 0.0]
 
 
+def test_a_row_may_hold_what_json_does_not(world):
+    walk = world(changed('row.get("at", 0)', 'len(row["day"])'))
+    assert walk.begin(Row(day=datetime.date(2026, 11, 28)), seed=0, max_turns=1).observation == "at 10"
+
+
 def test_an_environment_that_forks_is_played_on_by_one_process(world):
     walk = world()
     episodes = [walk.begin(Row(at=0), seed=0, max_turns=5) for _ in range(4)]
@@ -107,7 +113,12 @@ def test_an_environment_that_forks_is_played_on_by_one_process(world):
 
 
 def test_an_environment_that_always_fails_ends_the_run(world):
+    """But not because the last two episodes fail."""
     walk = world()
+    late = [walk.begin(Row(), seed=0, max_turns=5) for _ in range(2)]
+    walk.step_all(late, ["N", "N"])
+    walk.step_all(late, ["raise", "raise"])
+    assert [episode.has_ended for episode in late] == [True, True]
     episodes = [walk.begin(Row(), seed=0, max_turns=5) for _ in range(2)]
     with pytest.raises(UserError, match="none of 2 episodes can go on: step raised KeyError"):
         walk.step_all(episodes, ["raise"] * 2)
@@ -176,9 +187,11 @@ def test_a_player_forgets_the_oldest_episodes_and_can_repeat_them():
 
     player = Player(Count, "")
     for episode in range(KEPT + 2):
-        player.play(episode, {}, 0, [])
+        player.play(episode, {}, 0, [], "")
     assert closed == [0, 0]
-    assert player.play(0, {}, 0, ["a", "b", "end"])["observation"] == "3"
+    with pytest.raises(RuntimeError, match="played again in another one it shows something else"):
+        player.play(1, {}, 0, ["a", "b", "end"], "7")
+    assert player.play(0, {}, 0, ["a", "b", "end"], "2")["observation"] == "3"
     assert closed[2:] == [3]
 
 
