@@ -19,6 +19,7 @@ from harness.data.rows import FieldsError, Row, find_problem, placed
 from harness.environments.other_packages import is_adapted, load_adapter
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
+ENVIRONMENTS = ("thin_ice",)  # those beside the tasks
 # Names of other metrics, or their beginnings, which a description cannot use.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
 TAKEN |= {"failed_searches", "malformed_calls", "unknown_calls", "failed_calls", "unanswered_calls"}
@@ -237,13 +238,13 @@ def tell(error: Exception) -> None:
 
 def bundled_tasks() -> list[str]:
     """The names of the task files; a package among them is a part of a task, or a program."""
-    return sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
+    return sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem not in ("__init__", *ENVIRONMENTS))
 
 
 def import_named(name: str) -> ModuleType:
     """The module that `--task` names: a bundled one, a user's file, or what an adapter loads."""
     bundled = bundled_tasks()
-    if name in bundled:
+    if name in (*bundled, *ENVIRONMENTS):
         return importlib.import_module(f"tasks.{name}")
     if is_adapted(name):
         module = load_adapter(name)

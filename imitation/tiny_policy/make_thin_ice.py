@@ -105,7 +105,10 @@ def make_lessons(rows: list[dict]) -> list[dict]:
 
 def write_student(folder: Path) -> None:
     """The policy `tiny`, with new embeddings of this world's words."""
-    tokenizer, model = AutoTokenizer.from_pretrained(TINY_POLICY), AutoModelForCausalLM.from_pretrained(TINY_POLICY)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(TINY_POLICY, trust_remote_code=False),
+        AutoModelForCausalLM.from_pretrained(TINY_POLICY, trust_remote_code=False),
+    )
     model, embeddings = model.float(), model.get_input_embeddings().weight
     texts = [*ACTIONS, " N", " E", " S", " W", "coin", " coin", "bridge", " bridge", ", ice", "error, N"]
     new = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
@@ -121,8 +124,8 @@ def write_student(folder: Path) -> None:
 def publish(trained: Path) -> None:
     """Round a trained policy to bfloat16, as the bundled ones are."""
     folder = DATA / "policies" / "tiny_world"
-    AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16, trust_remote_code=False).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(trained, trust_remote_code=False).save_pretrained(folder)
     print(folder)
 
 
