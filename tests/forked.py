@@ -209,10 +209,16 @@ def run(request: dict) -> None:
         if not isinstance(end.code, int | None):
             raise
         status = end.code or 0
+    except KeyboardInterrupt:  # Python ends by the signal, unless a function at the exit, of a package, has run `exec`
+        sys.excepthook(*sys.exc_info())
+        status = None
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if status is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status & 255)
 
 
