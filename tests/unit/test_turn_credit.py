@@ -182,6 +182,22 @@ def test_a_credit_is_refused_where_it_cannot_be_computed(credit_name, log_exact,
         credit.check_credit(config, World(name="walk.py", has_potential=False))
 
 
+def test_a_turn_s_reward_is_at_its_last_token(load_script):
+    """As agents/critic puts it, for a world that pays on the way."""
+    critic, rng = load_script("agents/critic/train.py"), random.Random(0)
+    for _ in range(50):
+        lengths = [[rng.randint(1, 4) for _ in range(rng.randint(1, 5))] for _ in range(3)]
+        earned = [[rng.random() for _ in turns] for turns in lengths]
+        mask, expected = torch.zeros(3, 40), torch.zeros(3, 40)
+        for row, turns in enumerate(lengths):
+            place = rng.randint(0, 2)
+            for length, reward in zip(turns, earned[row], strict=True):
+                mask[row, place : place + length] = 1
+                expected[row, place + length - 1] = reward
+                place += length + rng.randint(1, 3)
+        assert torch.equal(critic.spread(earned, mask.long()) * critic.ends_turn(mask.long()), expected)
+
+
 # ---- exact advantages
 
 
