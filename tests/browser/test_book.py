@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from harness.base.places import in_experiments
+from harness.base.places import CHAPTERS, in_experiments
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = re.compile(
@@ -94,7 +94,7 @@ def test_the_navigation_has_the_chapters_and_experiments_in_the_reading_order(pa
     table = (ROOT / "README.md").read_text("utf-8").partition("## The curriculum")[2].partition("\n## ")[0]
     rows = re.findall(r"\]\(([\w/]+)/README\.md\)", table)
     assert [place for place in places if place in rows] == rows
-    assert len(rows) == len(in_experiments("train.py")) + 4  # chapters
+    assert len(rows) == len(in_experiments("train.py")) + len(CHAPTERS)
 
 
 def test_papers_are_found_at_the_lines_that_cite_them(pages, book):
@@ -123,7 +123,7 @@ def test_equations_search_and_the_page_of_a_run_work(address, open_page):
     assert page.evaluate("document.activeElement.matches('.md-skip')")
     page.keyboard.press("/")
     page.keyboard.type("clipped surrogate")
-    page.wait_for_selector(".md-search-result__link[href*='experiment']")
+    page.wait_for_selector(".md-search-result__link[href*='common/loss.py']")
     page.goto(f"{address}book/run.html")
     page.frame_locator("iframe").locator(".completion .token").first.wait_for()
 
