@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+CONTEXT_IS_FULL = "the model's context is full of what the world has shown"
+
 
 @dataclass
 class Episode:

@@ -19,7 +19,6 @@ agents/world/exact_advantages.py does. A row is a map with its start, the smalle
 """
 
 from collections import deque
-from functools import cached_property
 
 REWARD_WEIGHTS = {"correct": 1.0}
 TRAIN_DATA, EVAL_DATA = "../data/thin_ice.jsonl", "../data/thin_ice_heldout.jsonl"
@@ -35,7 +34,9 @@ State = tuple[int, int, bool] | str  # x and y from 1, and whether the coin is i
 
 class Environment:
     def reset(self, row: dict, seed: int) -> str:
-        self.row, self.here, self.errors = row, start_of(row), 0
+        self.row, self.here, self.errors, self.turns_left = row, start_of(row), 0, distances(row)
+        if self.here not in self.turns_left:
+            raise ValueError(f"no way leads from {row['at']} to the reward")
         return view(row, self.here)
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -58,10 +59,6 @@ class Environment:
         optimal = self.turns_left[start_of(self.row)]
         lengths = {"near": optimal <= 3, "middle": 4 <= optimal <= 6, "far": optimal >= 7}
         return {"sunk": float(self.here == SUNK), "errors": self.errors} | {k: float(v) for k, v in lengths.items()}
-
-    @cached_property
-    def turns_left(self) -> dict[State, int]:
-        return distances(self.row)
 
 
 def optimal(row: dict) -> int | None:

@@ -26,6 +26,7 @@ import torch
 from common.advantages import explained_variance, generalized_advantages, whiten
 from common.chat import decode, encode_prompt
 from common.critic import ActorCritic, token_values
+from common.episode import CONTEXT_IS_FULL
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
@@ -211,7 +212,8 @@ def converse(
             generation_batch_size=config.generation_batch_size,
             kept=kept,
         )
-        acted = [row for row, ids in zip(open_ones, sampled, strict=True) if ids]  # others have filled the context
+        acted = [row for row, ids in zip(open_ones, sampled, strict=True) if ids]
+        world.give_up([row.episode for row, ids in zip(open_ones, sampled, strict=True) if not ids], CONTEXT_IS_FULL)
         texts = [decode(tokenizer, ids) for ids in sampled if ids]  # for the world; the row keeps the ids
         world.step_all([row.episode for row in acted], texts)
         for row, text in zip(acted, texts, strict=True):

@@ -25,10 +25,10 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from exact_advantages import exact_advantages
-from turn_credit import Credit, agreement, check_credit, turn_advantages
+from turn_credit import Credit, agreement, check_credit, credit_turns
 
 from common.chat import decode, encode_prompt
+from common.episode import CONTEXT_IS_FULL
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
@@ -133,11 +133,7 @@ def train(
 
         # 3 advantage: of every turn, for all of its tokens
         episodes = [row.episode for row in trajectories]
-        for episode, advantages in zip(episodes, turn_advantages(config, policy, trajectories), strict=True):
-            episode.advantages = advantages  # a number for each turn
-        if config.log_exact:
-            for episode, exact in zip(episodes, exact_advantages(policy, trajectories), strict=True):
-                episode.exact = exact
+        credit_turns(config, policy, trajectories)  # a number for each turn of each episode
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = spread([episode.advantages for episode in episodes], experience.action_mask)  # (B, T-1)
         run.lap("reward")
@@ -200,7 +196,8 @@ def converse(
             generation_batch_size=config.generation_batch_size,
             kept=kept,
         )
-        acted = [row for row, ids in zip(open_ones, sampled, strict=True) if ids]  # others have filled the context
+        acted = [row for row, ids in zip(open_ones, sampled, strict=True) if ids]
+        world.give_up([row.episode for row, ids in zip(open_ones, sampled, strict=True) if not ids], CONTEXT_IS_FULL)
         texts = [decode(tokenizer, ids) for ids in sampled if ids]  # for the world; the row keeps the ids
         world.step_all([row.episode for row in acted], texts)
         for row, text in zip(acted, texts, strict=True):
@@ -222,11 +219,11 @@ def converse(
     return trajectories
 
 
-def spread(advantages: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
-    """Each turn's advantage at all tokens of the turn: (B, T-1), for an action mask (B, T-1); 0 elsewhere."""
+def spread(numbers: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
+    """Each turn's number at all tokens of the turn: (B, T-1), for an action mask (B, T-1); 0 elsewhere."""
     begins = mask.bool() & ~torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()  # a turn's first token
-    width = 1 + max(map(len, advantages))
-    table = torch.tensor([[0.0, *row] + [0.0] * (width - 1 - len(row)) for row in advantages])  # (B, turns)
+    width = 1 + max(map(len, numbers))
+    table = torch.tensor([[0.0, *row] + [0.0] * (width - 1 - len(row)) for row in numbers])  # (B, turns)
     return table.to(mask.device).gather(1, begins.long().cumsum(dim=1)) * mask
 
 

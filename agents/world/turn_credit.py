@@ -31,6 +31,15 @@ CLEAR = 0.02  # in units of reward
 Turns = list[list[float]]  # one number for each turn of each episode
 
 
+def credit_turns(config, policy: Policy, trajectories: list[Trajectory]) -> None:
+    """Give each episode the advantages of its turns, and with `--log-exact` the exact ones."""
+    for row, advantages in zip(trajectories, turn_advantages(config, policy, trajectories), strict=True):
+        row.episode.advantages = advantages
+    if config.log_exact:
+        for row, advantages in zip(trajectories, exact_advantages(policy, trajectories), strict=True):
+            row.episode.exact = advantages
+
+
 def check_credit(config, world) -> None:
     """Refuse a credit that needs what this environment has not, before a model is loaded."""
     if config.credit in ("progress", "potential") and not world.has_potential:

@@ -98,6 +98,15 @@ class EnvironmentFile(TaskFile):
         faults = [episode.fault for episode in episodes if episode.fault is not None]
         if len(faults) == len(episodes) > 1 and all(episode.num_turns == 1 for episode in episodes):
             raise TaskError(f"{self}: none of {len(episodes)} episodes can go on: {faults[0]}")
+        self._tell(faults)
+
+    def give_up(self, episodes: list[Episode], fault: str) -> None:
+        """End episodes that cannot go on, with what they have earned."""
+        for episode in episodes:
+            episode.fault = fault
+        self._tell([fault] * bool(episodes))
+
+    def _tell(self, faults: list[str]) -> None:
         for fault in faults:
             if fault not in self._told and len(self._told) < MOST_FAULTS:
                 self._told.add(fault)

@@ -11,7 +11,7 @@ to 9 turns, equally many of each; no map is in both. thin_ice_large.jsonl has ma
 thin_ice_patient.jsonl has short ways and a budget of 20 turns: room for a farm.
 
 A demonstration is the way of a walker in a hurry: with probability 1 - NOISE it goes straight towards the coin or the
-bridge, and else does anything. CARE is the share of its turns in which it looks for ice before it goes. All of its ways
+bridge, and else does anything. In a share --care of its turns it looks for ice before it goes. All of its ways
 are kept, also those that end in the water or nowhere. So the lessons teach what the words mean and where to go; that
 ice is dangerous can be seen in them, but most ways ignore it: that is left to reinforcement learning.
 
@@ -37,7 +37,7 @@ from harness.base.config import TINY_POLICY
 SEED = 20261128
 PATIENCE = 20  # turns of the budget where it does not depend on the shortest way
 SLACK = 3  # turns of the budget beyond the shortest way
-NOISE, CARE = 0.5, 0.5
+NOISE = 0.5
 NUM_LESSONS = 8_000
 LESSONS = Path("runs") / "thin_ice"
 SEEN = "0123456789 "  # text whose tokens keep their embeddings
@@ -46,6 +46,7 @@ SEEN = "0123456789 "  # text whose tokens keep their embeddings
 @dataclass(frozen=True, kw_only=True)
 class Config:
     lessons: bool = False  # write the lessons, and no maps
+    care: float = 0.5  # of the walker: the share of its turns in which it looks for ice before it goes
     policy: Path | None = None  # publish this trained policy, and write no maps
 
 
@@ -76,14 +77,14 @@ def make_rows(name: str, per_length: int, lengths: range, size: int = 4, without
     return [row for some in zip(*found.values(), strict=True) for row in some]
 
 
-def demonstrate(rng: random.Random, row: dict) -> list[dict]:
+def demonstrate(rng: random.Random, row: dict, care: float) -> list[dict]:
     """The walker's conversation with the world, as far as its budget allows."""
     environment, is_over, messages = Environment(), False, []
     seen = environment.reset(row, 0)
     while not is_over and len(messages) < 2 * row["max_turns"]:
         ways, _, ice = view(row, environment.here).partition(", ice")
         hurried = ways.split()[:-1] or ["pay" if environment.here[2] else "take"]  # north, east, ...: to the goal
-        if rng.random() < CARE:
+        if rng.random() < care:
             dry = [move for move in MOVES if move not in ice.split()]
             hurried = [action for action in hurried if action not in ice.split()] or dry
         action = rng.choice(ACTIONS if rng.random() < NOISE else hurried)
@@ -92,14 +93,14 @@ def demonstrate(rng: random.Random, row: dict) -> list[dict]:
     return messages
 
 
-def make_lessons(rows: list[dict]) -> list[dict]:
+def make_lessons(rows: list[dict], care: float) -> list[dict]:
     """Demonstrations on maps that are in none of the files."""
     rng, known = random.Random(f"{SEED} lessons"), {json.dumps(row) for row in rows}
     lessons = []
     while len(lessons) < NUM_LESSONS:
         row = draw_map(rng)
         if 2 <= row["optimal"] <= 9 and json.dumps(row) not in known:
-            lessons.append({"messages": demonstrate(rng, row)})
+            lessons.append({"messages": demonstrate(rng, row, care)})
     return lessons
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     train = make_rows("train", 128, range(2, 10), without=heldout)
     if config.lessons:
         write_student(LESSONS / "student")
-        lines = [json.dumps(lesson) + "\n" for lesson in make_lessons([*heldout, *train])]
+        lines = [json.dumps(lesson) + "\n" for lesson in make_lessons([*heldout, *train], config.care)]
         (LESSONS / "lessons.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{LESSONS}: {len(lines)} demonstrations, and a policy to teach")
         return

@@ -229,3 +229,18 @@ def test_long_rows_have_the_log_probs_of_plain_transformers(load_script, tmp_pat
         ends = [place for place, i in enumerate(row.ids) if i in policy.end_of_turn_ids and row.action_mask[place - 1]]
         assert {row.action_mask[place] for place in ends} == {0, 1}  # some turns are ended for the policy
         assert keyed_generator("world", 0, 1, row.prompt_index).integers(2**31) == row.episode.seed
+
+
+def test_an_episode_whose_texts_fill_the_context_ends_and_says_so(load_script, tmp_path, capsys):
+    train = load_script("agents/world/train.py")
+    path = tmp_path / "walk.py"
+    path.write_text(changed(STEP, 'return "word " * 2000, 0.5, False') + "def rows(split): return [{}, {}, {}, {}]")
+    flags = f"--environment {path} --model tiny --eval-prompts 1 --prompts-per-step 2 --max-turns 4"
+    config = train.parse_config(train.Config, flags.split(), "", train.RESOLVED)
+    task, policy = train.load_task(config), load_policy(config, config.temperature)
+    played = train.converse(config, task, policy, task.train_rows, [0], 2, key=(0, 1))
+    assert [(row.episode.num_turns, row.rewards, row.description["faults"]) for row in played] == [
+        (1, {"reward": 0.5}, 1)
+    ] * 2
+    assert len(played[0].ids) == 1024
+    assert capsys.readouterr().err.count("the model's context is full of what the world has shown") == 1
