@@ -42,7 +42,7 @@ from harness.task.task import Task, load_task
 
 RESULTS = ROOT / "benchmarks" / "results" / "turn_credit"
 PICTURE = ROOT / "docs" / "turn_credit.png"
-MAPS = {"all": (2, 9), "far": (7, 9)}  # turns of the shortest way
+MAPS = {"all": (2, 9, 3), "far": (7, 9, 3), "tight": (2, 9, 0), "loose": (2, 9, 12)}  # shortest ways; turns beyond them
 NAMES = {
     "episode": "GRPO",
     "reward_to_go": "reward to go",
@@ -54,7 +54,9 @@ NAMES = {
     "potential": "potential",
     "exact": "exact",
 }
-TRAINED = [name for name in NAMES if name != "gigpo_code"]
+ECHO = {"echo": 0.1, "echo_little": 0.01}  # GRPO, and this weight of what the world shows
+TRAINED = {name: title for name, title in NAMES.items() if name != "gigpo_code"}
+TRAINED |= {name: f"GRPO and ECHO, {weight}" for name, weight in ECHO.items()}
 FLAGS = {"steps": 80, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
 GROUPS, STEPS, TARGET_STEPS = 8, 4, 32  # groups of a step; steps for each seed; steps of the policy gradient
 CLEAR = 0.02  # a smaller exact advantage has no sign that matters, in units of reward
@@ -65,7 +67,7 @@ Turns = list[list[float]]
 @dataclass(frozen=True, kw_only=True)
 class Config:
     part: tuple[Literal["gradients", "training"], ...] = ("gradients", "training")
-    maps: tuple[Literal["all", "far"], ...] = ("all", "far")
+    maps: tuple[Literal["all", "far", "tight", "loose"], ...] = ("all", "far")
     credit: tuple[str, ...] = tuple(TRAINED)  # of the training runs
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     draw: bool = False  # draw and print without any measurement
@@ -226,15 +228,17 @@ def train(maps: str, credit: str, seed: int) -> dict:
     """One run: the success of each step's episodes, and on held-out maps before and after."""
     program, began = load_program()[0], time.time()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        flags = FLAGS | {"credit": credit, "seed": seed, "runs-dir": folder, "name": "run"}
-        if maps != "all":
+        flags = FLAGS | {"seed": seed, "runs-dir": folder, "name": "run"}
+        flags |= {"observation-weight": ECHO[credit]} if credit in ECHO else {"credit": credit}
+        if maps != "all":  # held-out maps always have the usual budget
             flags |= {"data": write_maps(folder, maps), "eval-data": write_maps(folder, maps, "_heldout")}
         program.main([word for flag, value in flags.items() for word in (f"--{flag}", str(value))])
         (metrics,) = Path(folder).glob("*/run/metrics.jsonl")
         rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "reward/correct" in row]
     series = {"correct": "reward/correct", "entropy": "policy/entropy", "flat": "group/zero_reward_variance"}
-    kept = {name: [round(row[key], 4) for row in steps] for name, key in series.items()}
+    series |= {"turns": "completion/turns", "surprise": "policy/surprise"}
+    kept = {name: [round(row[key], 4) for row in steps] for name, key in series.items() if key in steps[0]}
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         kept[when] = {key.removeprefix("eval/"): round(row[key], 4) for key in row if key.startswith("eval/")}
     return {"seconds": round(time.time() - began)} | kept
@@ -248,11 +252,13 @@ def load_program() -> tuple[ModuleType, ModuleType, ModuleType]:
 
 
 def write_maps(folder: str, maps: str, suffix: str = "") -> Path:
-    """The bundled maps with these shortest ways, as a file."""
-    low, high = MAPS[maps]
-    lines = (ROOT / "data" / f"thin_ice{suffix}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    """The bundled maps with these shortest ways, as a file; for training, with this budget."""
+    low, high, slack = MAPS[maps]
+    lines = (ROOT / "data" / f"thin_ice{suffix}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if low <= row["optimal"] <= high]
+    rows = rows if suffix else [row | {"max_turns": row["optimal"] + slack} for row in rows]
     path = Path(folder) / f"{maps}{suffix}.jsonl"
-    path.write_text("".join(line for line in lines if low <= json.loads(line)["optimal"] <= high), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -272,7 +278,7 @@ def draw() -> None:
 
     figure, places = plt.subplots(1, 3, figsize=(9, 3.2), width_ratios=(1, 1, 1.25))
     names = list(NAMES)[::-1]
-    for axes, maps in zip(places, MAPS, strict=False):
+    for axes, maps in zip(places, ("all", "far"), strict=False):
         rows = [row for row in read("gradients") if row["maps"] == maps]
         for form, color, shift in (("drgrpo", "#0072b2", 0.12), ("grpo", "#d55e00", -0.12)):
             label = {"drgrpo": "every token counts the same", "grpo": "every episode counts the same"}[form]
@@ -285,7 +291,7 @@ def draw() -> None:
         axes.set_xlabel(f"cosine, maps of {MAPS[maps][0]} to {MAPS[maps][1]} turns", fontsize=8)
     handles = places[0].get_legend_handles_labels()
     figure.legend(*handles, fontsize=7, loc="upper left", ncols=2, frameon=False)
-    for credit, color in zip(TRAINED, plt.get_cmap("tab10").colors, strict=False):
+    for credit, color in zip(NAMES, plt.get_cmap("tab10").colors, strict=False):
         runs = [row["correct"] for row in read("training") if (row["maps"], row["credit"]) == ("far", credit)]
         if runs:
             smooth = rolling_means([mean(values) for values in zip(*runs, strict=True)], 5)
@@ -308,29 +314,39 @@ def gradient_table() -> str:
     heads = {"correlation": "correlation", "correlation_mixed": "in mixed groups", "right_sign": "right sign"}
     heads |= {"not_zero": "turns with credit", "cosine_drgrpo": "cosine", "cosine_grpo": "cosine, a mean per row"}
     lines = [f"| maps | credit | {' | '.join(heads.values())} |", "|---" * (len(heads) + 2) + "|"]
-    for maps, (low, high) in MAPS.items():
+    for maps in MAPS:
         rows = [row for row in read("gradients") if row["maps"] == maps]
         for name, title in NAMES.items() if rows else ():
             cells = [spread_of([row[name][key] for row in rows]) for key in heads]
-            lines.append(f"| {low} to {high} turns | {title} | {' | '.join(cells)} |")
+            lines.append(f"| {title_of(maps)} | {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def training_table() -> str:
-    heads = f"success of the last {LAST} steps, each seed", "mean", "minus GRPO, paired", "held-out, greedy", "sunk"
+    heads = f"success of the last {LAST} steps, each seed", "mean", "minus GRPO, paired"
+    heads += "steps 11 to 20", "turns", "held-out, greedy", "sunk", "held-out, sampled"
     lines = [f"| maps | credit | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     runs = {(row["maps"], row["credit"], row["seed"]): row for row in read("training")}
-    for maps, (low, high) in MAPS.items():
-        for credit in TRAINED:
+    for maps in MAPS:
+        for credit, title in TRAINED.items():
             own = {key[2]: row for key, row in sorted(runs.items()) if key[:2] == (maps, credit)}
             if own:
                 ends, others = {seed: final(row) for seed, row in own.items()}, {key: final(runs[key]) for key in runs}
                 gaps = [end - others[maps, "episode", s] for s, end in ends.items() if (maps, "episode", s) in runs]
                 cells = [" ".join(f"{end:.2f}" for end in ends.values()), *map(spread_of, (list(ends.values()), gaps))]
+                cells.append(f"{mean(mean(row['correct'][10:20]) for row in own.values()):.2f}")
+                turns = [mean(row["turns"][-LAST:]) for row in own.values() if "turns" in row]  # older lines have none
+                cells.append(f"{mean(turns):.1f}" if turns else "")
                 after = [row["after"] for row in own.values()]
-                cells += [f"{mean(row[f'greedy/{key}'] for row in after):.2f}" for key in ("accuracy", "sunk")]
-                lines.append(f"| {low} to {high} turns | {NAMES[credit]} | {' | '.join(cells)} |")
+                names = "greedy/accuracy", "greedy/sunk", "sampled/accuracy"
+                cells += [f"{mean(row[name] for row in after):.2f}" for name in names]
+                lines.append(f"| {title_of(maps)} | {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def title_of(maps: str) -> str:
+    low, high, slack = MAPS[maps]
+    return f"{low} to {high} turns" + (f", {slack} more" if maps in ("tight", "loose") else "")
 
 
 def spread_of(values: list[float]) -> str:

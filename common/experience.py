@@ -62,6 +62,12 @@ class Experience:
         """The denominator of a mean over action tokens: those of all ranks / the number of ranks, as `num_rows`."""
         return sum(gather(int(self.action_mask.sum()))) / data_size()
 
+    @property
+    def observation_mask(self) -> torch.Tensor:
+        """(B, T-1) long; 1 where token t+1 came after the prompt and not from the policy: an environment showed it."""
+        positions = torch.arange(1, self.sequences.shape[1], device=self.sequences.device)
+        return self.attention_mask[:, 1:] * (positions >= self.prompt_lengths[:, None]) * (1 - self.action_mask)
+
     def select(self, rows: torch.Tensor) -> "Experience":
         """The given rows, in the given order, padded only to the longest of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max()) if len(rows) else 1

@@ -32,7 +32,7 @@ from common.episode import CONTEXT_IS_FULL
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
 from common.logprobs import token_log_probs
-from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, masked_mean, probability_ratio
 from common.observations import encode_observation
 from common.parallel import clip_grad_norm_
 from common.policy import Policy
@@ -64,6 +64,7 @@ class Config(RunConfig):
     credit: Credit = "episode"  # who earned the reward: each turn's advantage, see turn_credit.py
     turn_discount: Share = 0.95  # a reward counts this much less for each turn before it; not with "episode"
     process_weight: Positive = 0.1  # what "progress" and "potential" pay for coming nearer, in units of reward
+    observation_weight: NotNegative = 0.0  # lambda of ECHO: also learn to predict what the world shows
     log_exact: bool = False  # also log the exact advantages, beside those of --credit; only for the bundled world
     max_turns: Count = 10  # turns of the policy per episode, for rows without a max_turns of their own
     # tokens of one turn: one without end does not spend the episode; None: 8 for the bundled policy, else 256
@@ -239,7 +240,10 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
 def policy_loss(
     config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: float
 ) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
+    """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows.
+
+    With ECHO, each token of the world: -lambda log p / tokens of the world in its row / num_rows.
+    """
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
     token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
@@ -247,7 +251,12 @@ def policy_loss(
     if config.kl_weight > 0:
         diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
         token_loss = token_loss + config.kl_weight * diagnostics["kl"]
-    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
+    terms = token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    if config.observation_weight > 0:
+        shown = micro.observation_mask
+        diagnostics["surprise"] = -masked_mean(log_probs, shown, dim=1)[:, None]  # (b, 1) nats per token of the world
+        terms -= config.observation_weight * log_probs * shown / shown.sum(dim=1, keepdim=True).clamp(min=1)
+    return terms / num_rows, diagnostics
 
 
 def update(
@@ -259,8 +268,10 @@ def update(
         key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
-                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+            has_other_terms = config.kl_weight > 0 or config.observation_weight > 0  # for tokens without advantage, too
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=not has_other_terms):
+                tokens = micro.action_mask + (micro.observation_mask if config.observation_weight > 0 else 0)
+                log_probs, entropy = model(micro.sequences, tokens)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
                 terms, diagnostics = policy_loss(config, log_probs, micro, minibatch.num_rows)
                 terms.sum().backward()

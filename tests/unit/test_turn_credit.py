@@ -1,9 +1,11 @@
 """Credit over turns, against slow loops written from the papers, and exact advantages against all plays of a map."""
 
 import itertools
+import json
 import math
 import random
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import exact_advantages as exact
@@ -13,6 +15,8 @@ import turn_credit as credit
 
 from common.episode import Episode
 from common.errors import UserError
+from common.experience import collate
+from common.trajectory import Trajectory
 from tasks.thin_ice import ACTIONS, PAID, SUNK, start_of, transition
 
 GAMMA, EPS = 0.9, 1e-4
@@ -202,6 +206,57 @@ def test_a_turn_s_reward_is_at_its_last_token(load_script):
 
 
 ROW = {"size": 2, "at": [1, 1], "has": False, "coin": [1, 2], "bridge": [2, 2], "ice": [[2, 1]], "max_turns": 5}
+
+
+def test_echo_trains_each_token_that_the_world_has_shown(load_script):
+    """Against a slow loop: -lambda / tokens of the world in the row / rows, also where nothing was earned."""
+    world = load_script("agents/world/train.py")
+    config = world.Config(observation_weight=0.3, steps=1)
+    rows = []
+    for length, turns in ((2, [(3, 4), (1, 0)]), (4, [(1, 2), (2, 3), (1, 0)]), (1, [(2, 0)])):
+        row = Trajectory([1] * length, length, [0] * length, [0.0] * length, prompt_index=len(rows))
+        for acted, shown in turns:
+            for _ in range(acted):
+                row.ids.append(2)
+                row.action_mask.append(1)
+                row.sampler_log_probs.append(-1.0)
+            row.observe([3] * shown)
+        rows.append(row)
+    micro = collate(rows, 0)
+    micro.advantages = torch.tensor([[1.0], [0.0], [0.0]])
+    log_probs = torch.rand(micro.action_mask.shape, generator=torch.Generator().manual_seed(0)).log().requires_grad_()
+    terms, diagnostics = world.policy_loss(config, log_probs, micro, num_rows=3)
+    terms.sum().backward()
+    for i, row in enumerate(rows):
+        shown = [t for t, id_ in enumerate(row.ids) if id_ == 3]
+        acted = [t for t, id_ in enumerate(row.ids) if id_ == 2]
+        for t in range(1, micro.sequences.shape[1]):
+            wanted = -0.3 / len(shown) / 3 if t in shown else 0.0
+            wanted -= micro.advantages[i, 0].item() / len(acted) / 3 if t in acted else 0.0
+            assert log_probs.grad[i, t - 1].item() == pytest.approx(wanted), (i, t)
+        surprise = -sum(log_probs[i, t - 1].item() for t in shown) / max(1, len(shown))
+        assert diagnostics["surprise"][i].item() == pytest.approx(surprise)
+
+
+def test_with_echo_a_play_without_a_reward_still_teaches(load_script, tmp_path):
+    """No group has a difference: GRPO's gradient is 0, and ECHO's isn't."""
+    world, norms = load_script("agents/world/train.py"), {}
+    for weight in ("0", "0.1"):
+        flags = ["--steps", "1", "--runs-dir", str(tmp_path), "--name", weight, "--data", str(drowned(tmp_path))]
+        flags += ["--prompts-per-step", "1", "--group-size", "2", "--eval-every", "0", "--eval-prompts", "1"]
+        world.main([*flags, "--observation-weight", weight])
+        (metrics,) = tmp_path.glob(f"*/{weight}/metrics.jsonl")
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        (norms[weight],) = [row["loss/grad_norm"] for row in rows if "loss/grad_norm" in row]
+    assert norms["0"] == 0 < norms["0.1"]
+
+
+def drowned(folder: Path) -> Path:
+    """Two maps on which two turns are too few."""
+    path = folder / "drowned.jsonl"
+    row = {"size": 4, "at": [1, 1], "has": False, "coin": [4, 4], "bridge": [1, 4], "ice": [[2, 2]], "max_turns": 2}
+    path.write_text("".join(json.dumps(row | {"ice": [[2, y]]}) + "\n" for y in (2, 3)))
+    return path
 
 
 def test_exact_values_are_the_means_of_all_plays(monkeypatch):
