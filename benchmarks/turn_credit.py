@@ -54,7 +54,7 @@ NAMES = {
     "potential": "potential",
     "exact": "exact",
 }
-ECHO = {"echo": 0.1, "echo_little": 0.01}  # GRPO, and this weight of what the world shows
+ECHO = {"echo": 0.1, "echo_little": 0.01, "echo_least": 0.001}  # GRPO, and this weight of what the world shows
 TRAINED = {name: title for name, title in NAMES.items() if name != "gigpo_code"}
 TRAINED |= {name: f"GRPO and ECHO, {weight}" for name, weight in ECHO.items()}
 FLAGS = {"steps": 80, "eval-every": 0, "samples-every": 0, "checkpoint-every": 0}

@@ -135,7 +135,7 @@ class Experience:
             action_mask=row[None],
             sampler_log_probs=column,
             prompt_index=row,
-            prompt_lengths=row,
+            prompt_lengths=row + 2,  # nothing follows the prompt
             completion_index=row,
             log_probs_ref=column,
             advantages=column,

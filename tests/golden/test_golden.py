@@ -78,7 +78,9 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_multiturn_tool_calling": Row(TOOLS, quick="killed"),
     "experiment_multiturn_qa": Row(TOOLS),
     "agents/world": Row("--credit gigpo --max-new-tokens 30 --max-turns 4", quick="killed"),
-    "agents/world own": Row("--environment world.py --data worlds.jsonl --credit walked_graph --max-turn-tokens 3"),
+    "agents/world own": Row(
+        "--environment world.py --data worlds.jsonl --credit walked_graph --max-turn-tokens 3 --observation-weight 0.1"
+    ),
     "agents/critic": Row("--max-new-tokens 30 --critic-warmup 1 --gae-lambda 0.95 --gamma 0.9"),
     "policy_gradients/reinforce": Row("--prompts-per-step 12", quick="killed"),
     "policy_gradients/rloo": Row(),

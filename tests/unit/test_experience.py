@@ -119,8 +119,8 @@ def test_micro_batches_hold_every_row_once(micro_batch_size):
 def test_a_rank_without_rows_has_a_filler_with_weights(monkeypatch):
     monkeypatch.setattr("common.parallel.gather", lambda own: [own, 1])
     (only,) = rollout(2, 2).select(torch.tensor([], dtype=torch.long)).split(4)
-    read = (only.log_probs_ref, only.advantages, only.importance_weights, only.action_mask)
-    assert [(x.shape, x.any().item()) for x in read] == [((1, 1), False)] * 4
+    read = (only.log_probs_ref, only.advantages, only.importance_weights, only.action_mask, only.observation_mask)
+    assert [(x.shape, x.any().item()) for x in read] == [((1, 1), False)] * 5
 
 
 def test_a_rank_has_as_many_micro_batches_as_another_one(monkeypatch):
