@@ -1,0 +1,63 @@
+"""The process in which an answer runs: python -m dojo.child ANSWER FOLDER
+
+Reads FOLDER/calls.pt, and writes what each call returns to FOLDER/results.pt. The answer is somebody's code: it may not
+read the exercises, whose solutions are there, start programs, or use the network.
+"""
+
+import resource
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dojo.exercise import FOLDER
+from dojo.judge import Call, perform
+
+CPU_SECONDS = 30
+CLOSED = (FOLDER, FOLDER.parents[1] / "tests" / "dojo")  # solutions, and answers that are judged in tests
+FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "socket.connect")
+
+
+def main() -> None:
+    answer, folder = map(Path, sys.argv[1:])
+    calls = [Call(**call) for call in torch.load(folder / "calls.pt", weights_only=True)]
+    torch.set_num_threads(1)
+    text = answer.read_text(encoding="utf-8")
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    sys.addaudithook(refuse)  # cannot be removed
+    module = ModuleType("answer")
+    module.__file__ = str(answer)
+    sys.modules["answer"] = module
+    try:
+        exec(compile(text, answer.name, "exec"), module.__dict__)
+    except SyntaxError as error:
+        sys.exit(f"SyntaxError: {error.msg} (line {error.lineno})")
+    torch.save([result_of(module, call) for call in calls], folder / "results.pt")
+
+
+def result_of(module: ModuleType, call: Call) -> Any:
+    try:
+        return perform(module, call)
+    except NotImplementedError:
+        return {"error": "NotImplementedError: it is not written yet"}
+    except Exception as error:
+        lines, trace = [], error.__traceback__
+        while trace:
+            lines += [trace.tb_lineno] * (trace.tb_frame.f_code.co_filename == Path(sys.argv[1]).name)
+            trace = trace.tb_next
+        return {"error": f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")}
+
+
+def refuse(event: str, arguments: tuple) -> None:
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        path = Path(arguments[0] if isinstance(arguments[0], str) else arguments[0].decode()).resolve()
+        if any(path.is_relative_to(folder) for folder in CLOSED):
+            raise PermissionError("the exercises are closed while an answer is judged")
+    if event in FORBIDDEN:
+        raise PermissionError("an answer may not start programs or use the network while it is judged")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Compare a completion with its group."""
+
+import torch
+
+
+def group_advantages(returns: torch.Tensor) -> torch.Tensor:
+    """GRPO's advantages.
+
+        A_qg = (R_qg - mean_g R_qg) / (std_g R_qg + 1e-4)
+
+    The standard deviation divides by G - 1. A group in which all completions earned the same has advantages of 0.
+
+    Args:
+        returns: (Q, G), a row for each question.
+
+    Returns:
+        (Q, G).
+    """
+    mean, std = returns.mean(1)[:, None], returns.var(1)[:, None].sqrt()
+    return (returns - mean) / (std + 1e-4)

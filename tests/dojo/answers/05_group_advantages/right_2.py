@@ -1,0 +1,23 @@
+"""Compare a completion with its group."""
+
+import torch
+
+
+def group_advantages(returns: torch.Tensor) -> torch.Tensor:
+    """GRPO's advantages.
+
+        A_qg = (R_qg - mean_g R_qg) / (std_g R_qg + 1e-4)
+
+    The standard deviation divides by G - 1. A group in which all completions earned the same has advantages of 0.
+
+    Args:
+        returns: (Q, G), a row for each question.
+
+    Returns:
+        (Q, G).
+    """
+    rows = []
+    for row in returns.double():
+        centered = row - row.sum() / len(row)
+        rows.append(centered / ((centered**2).sum() / (len(row) - 1)).sqrt().add(1e-4))
+    return torch.stack(rows).to(returns)
