@@ -147,7 +147,7 @@ def same(wanted: Any, result: Any) -> bool:
 
 
 def call_apart(answer: Path, calls: list[Call]) -> list[Any] | str:
-    """The results of all calls, each perhaps a dictionary with an `error`; or a sentence if the file fails as a whole."""
+    """The results of all calls, perhaps a dictionary with an `error`; or a sentence if the file fails as a whole."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([vars(call) for call in calls], Path(folder) / "calls.pt")
         command = [sys.executable, "-m", "dojo.child", str(answer.resolve()), folder]
