@@ -48,16 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
                 "policy_loss takes no advantages (as one of pairs, DPO's): it estimates no policy gradient"
             )
         found, by_length = examine(own_estimator(file, loss))
-    except UnusableError as error:
+        print("\n".join(report(config.file, hasattr(file.module, "advantages"), found, by_length)))
+        if config.figure:
+            draw(read_results(), config.figure, own=(config.file.name, found["angle"], found["noise"]))
+            print(f"\nfigure: {config.figure}")
+    except (UnusableError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    print("\n".join(report(config.file, hasattr(file.module, "advantages"), found, by_length)))
-    if config.figure:
-        draw(read_results(), config.figure, own=(config.file.name, found["angle"], found["noise"]))
-        print(f"\nfigure: {config.figure}")
     return 0
 
 

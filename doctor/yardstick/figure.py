@@ -8,7 +8,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "yard
 SIZE = 4  # completions of a group, of the points in the figure
 COLORS = {"unbiased": "#0072b2", "another objective": "#009e73", "biased": "#d55e00"}
 OTHER_OBJECTIVES = ("MaxRL, summed", "pass@2")
-CRITICS = (("perfect critic", 0.0), ("perfect critic", 1.0), ("untrained critic", 0.95), ("untrained critic", 0.5))
+CRITICS = (("perfect critic", 0.0), ("perfect critic", 1.0), ("untrained critic", 0.5))
 KEYS = {  # of each part: what a line of its table is about
     "groups": ("size", "estimator"),
     "accuracies": ("estimator", "size", "accuracy"),
@@ -96,15 +96,18 @@ def draw(results: dict[str, list[dict]], path: Path, own: tuple[str, float, floa
         kind = "unbiased" if angle < 1e-6 else "biased"
         kind = "another objective" if names[0] in OTHER_OBJECTIVES else kind
         left.plot(angle, noise, "o", color=COLORS[kind], markersize=5)
-        left.annotate(", ".join(names), (angle, noise), (5, -2), textcoords="offset points", fontsize=6.5)
+        is_left = angle < 0.5 or angle > 20  # beside the points of the unbiased ones there are others
+        settings = {"textcoords": "offset points", "fontsize": 6.5, "ha": "right" if is_left else "left"}
+        left.annotate(", ".join(names), (angle, noise), (-5 if is_left else 5, -2), **settings)
     for kind, color in COLORS.items():
         left.plot([], [], "o", color=color, markersize=5, label=kind)
     if own:
         left.plot(*own[1:], "*", color="black", markersize=11, label=own[0])
     left.set_xlabel("bias: angle of the mean to the exact gradient, degrees", fontsize=8)
     left.set_ylabel("noise: completions with as much noise as signal", fontsize=8)
-    left.legend(fontsize=7, loc="upper right")
-    left.set_xlim(-1, 33)
+    left.legend(fontsize=7, loc="lower right")
+    left.set_xlim(-19, 30)
+    left.set_xticks([0, 5, 10, 15, 20, 25])
     left.set_yscale("log")
     left.set_yticks([5, 10, 20, 40], ["5", "10", "20", "40"])
     left.minorticks_off()
