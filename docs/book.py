@@ -24,7 +24,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 MATHJAX = Path(importlib.util.find_spec("mathjax").origin).parent / "static/mathjax/es5"  # django-static-mathjax
-NOT_OURS = {"runs", "exports", "build", "smollm2", "wandb"}
+NOT_OURS = {"runs", "exports", "build", "smollm2", "wandb", "dojo_work"}
+EXERCISES = ROOT / "dojo" / "exercises"  # hints and solutions are folded, on one page
 SHOWN = {
     ".py": "python",
     ".sh": "bash",
@@ -51,6 +52,14 @@ of 8 prompts. Choose a step, a prompt and a token. [What the loss sees](../docs/
 """
 
 
+DOJO_PAGE = """# The dojo
+
+Thirty exercises. They check themselves on your computer ([how](../docs/dojo.md)); here you can read them, and note what
+you have solved. Your browser keeps it.
+
+<progress id="dojo" aria-label="solved exercises" max="1" value="0"></progress> <span id="dojo-count"></span>"""
+
+
 class Shown(File):
     """A file that is not Markdown, or a directory, shown as a page."""
 
@@ -62,7 +71,8 @@ def ours(*kinds: str) -> Iterator[Path]:
     """The repository's files of some kinds, without those of runs and environments."""
     for place in sorted(ROOT.iterdir()):
         if place.name[0] != "." and place.name not in NOT_OURS and not (place / "pyvenv.cfg").exists():
-            yield from (path for path in sorted([place, *place.rglob("*")]) if path.suffix in kinds)
+            paths = (path for path in sorted([place, *place.rglob("*")]) if path.suffix in kinds)
+            yield from (path for path in paths if not path.is_relative_to(EXERCISES))
 
 
 # From files to Markdown -----------------------------------------------------------------------------------------------
@@ -167,6 +177,29 @@ def options_page() -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
+def dojo_page() -> str:
+    """All exercises on one page; what is solved is kept by the reader's browser (book.js)."""
+    from dojo.exercise import all_exercises
+
+    parts, chapter = [DOJO_PAGE], ""
+    for exercise in all_exercises():
+        facts, number = exercise.facts, exercise.number
+        if facts["chapter"] != chapter:
+            chapter = facts["chapter"]
+            parts.append(f"## {chapter}")
+        box = f'<label><input type="checkbox" data-exercise="{exercise.name}"> solved</label>'
+        parts.append(f"### {exercise.text.removeprefix('# ').replace(chr(10), f'{chr(10)}{chr(10)}{box}', 1)}")
+        parts.append(f"*{facts['kind']}, {facts['minutes']} minutes*: `python -m dojo {number}`")
+        parts += [folded(f"Hint {i}", hint) for i, hint in enumerate(exercise.hints, start=1)]
+        code = "" if exercise.kind == "predict" else f"```python\n{exercise.read('solution.py')}```\n\n"
+        parts.append(folded("Solution", code + exercise.read("reason.md")))
+    return "\n\n".join(parts).replace("](../../../", "](../")
+
+
+def folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
+
+
 def list_experiments() -> list[dict]:
     """The navigation of the experiments: the table of README.md, with its headings, which are chapters."""
     groups: list[dict] = []
@@ -208,6 +241,7 @@ def on_files(files: Files, config) -> Files:
             address = f"{path.stem}.html" if TRANSLATION.fullmatch(name) else None
             site.append(File(name, str(ROOT), config.site_dir, False, dest_uri=address))
     site.append(File.generated(config, "book/run.md", content=RUN_PAGE))
+    site.append(File.generated(config, "book/dojo.md", content=dojo_page()))
     site.append(File.generated(config, "book/report.html", content=run_report()))
     site.append(File.generated(config, "lab.html", content=laboratory()))
     site.append(File.generated(config, "docs/options.md", content=options_page()))

@@ -153,14 +153,16 @@ def call_apart(answer: Path, calls: list[Call]) -> list[Any] | str:
         command = [sys.executable, "-m", "dojo.child", str(answer.resolve()), folder]
         path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
         settings = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, **settings)
-        except subprocess.TimeoutExpired:
-            return f"{answer.name} did not return within {SECONDS:g} seconds"
-        results = Path(folder) / "results.pt"
+        said, results = Path(folder) / "stderr", Path(folder) / "results.pt"
+        with said.open("w") as errors:
+            settings |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+            try:
+                status = subprocess.run(command, timeout=SECONDS, **settings).returncode
+            except subprocess.TimeoutExpired:
+                return f"{answer.name} did not return within {SECONDS:g} seconds"
         if not results.exists():
-            last = (ended.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-            return f"{answer.name} ended with exit status {ended.returncode}: {last}"
+            last = (said.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
+            return f"{answer.name} ended with exit status {status}: {last}"
         return torch.load(results, weights_only=True)
 
 

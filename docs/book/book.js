@@ -18,3 +18,20 @@ new MutationObserver(() => {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
   }
 }).observe(document, {childList: true, subtree: true});
+
+// The dojo: which exercises are solved is kept in this browser.
+const boxes = [...document.querySelectorAll("input[data-exercise]")];
+const count = () => {
+  const solved = boxes.filter(box => box.checked).length;
+  document.getElementById("dojo").value = solved / boxes.length;
+  document.getElementById("dojo-count").textContent = `${solved} of ${boxes.length}`;
+};
+for (const box of boxes) {
+  const key = `dojo/${box.dataset.exercise}`;
+  box.checked = localStorage.getItem(key) === "solved";
+  box.addEventListener("change", () => {
+    box.checked ? localStorage.setItem(key, "solved") : localStorage.removeItem(key);
+    count();
+  });
+}
+if (boxes.length) count();

@@ -133,6 +133,7 @@ def test_equations_search_and_the_page_of_a_run_work(address, open_page):
     ("experiment_base/index", "dark", 400),
     ("experiment_drgrpo/train.py", "light", 400),
     ("docs/metrics", "dark", 1280),
+    ("book/dojo", "light", 400),
 ])  # fmt: skip
 def test_axe_finds_nothing_and_a_phone_scrolls_one_way(address, open_page, name, scheme, width):
     from axe_playwright_python.sync_playwright import Axe
@@ -154,3 +155,20 @@ def test_the_tab_key_reaches_search_navigation_and_text(address, open_page):
     assert any("md-search" in str(each) for each in seen)
     assert any("md-tabs" in str(each) for each in seen)
     assert any("md-content" in str(each) for each in seen)
+
+
+def test_the_dojo_remembers_what_is_solved(open_page, address):
+    page = open_page(address)
+    page.goto(f"{address}book/dojo.html")
+    boxes = page.locator("input[data-exercise]")
+    assert boxes.count() == len([*(ROOT / "dojo" / "exercises").glob("*/page.md")])
+    boxes.nth(1).check()
+    page.reload()
+    assert [boxes.nth(index).is_checked() for index in (0, 1)] == [False, True]
+    assert page.locator("#dojo-count").inner_text() == f"1 of {boxes.count()}"
+
+
+def test_hints_and_solutions_of_the_dojo_are_folded_and_have_no_pages(pages, book):
+    assert [path for path in pages if "exercises" in path.relative_to(book).as_posix()] == []
+    text = pages[book / "book" / "dojo.html"]
+    assert text.count("<summary>Solution</summary>") == len([*(ROOT / "dojo" / "exercises").glob("*/page.md")])
