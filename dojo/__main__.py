@@ -21,7 +21,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import tyro
@@ -100,11 +99,13 @@ def note(work: Path, exercise: Exercise, **values: bool | int) -> None:
 def list_exercises(work: Path, console: Console) -> None:
     progress, exercises = read_progress(work), all_exercises()
     solved = [exercise for exercise in exercises if progress.get(exercise.name, {}).get("solved")]
-    for chapter, some in groupby(exercises, key=lambda exercise: exercise.facts["chapter"]):
+    for chapter in dict.fromkeys(exercise.facts["chapter"] for exercise in exercises):
         table = Table(title=chapter, title_justify="left", title_style="bold", box=None, show_header=False, width=96)
         for column in ({"width": 3}, {"width": 3, "justify": "right"}, {"ratio": 1}, {"width": 13}, {"width": 8}):
             table.add_column(**column)
-        for exercise in some:
+        for exercise in exercises:
+            if exercise.facts["chapter"] != chapter:
+                continue
             mark = "[green]x[/]" if exercise in solved else "-"
             facts = exercise.facts
             table.add_row(mark, str(exercise.number), facts["title"], facts["kind"], f"{facts['minutes']} min")

@@ -1,12 +1,13 @@
 """The process in which an answer runs: python -m dojo.child ANSWER FOLDER
 
-Reads FOLDER/calls.pt, and writes what each call returns to FOLDER/results.pt. The answer is somebody's code: it may not
-read the exercises, whose solutions are there, start programs, or use the network.
+Reads FOLDER/calls.pt, and writes what each call returns to FOLDER/results.pt. The usual ways to read the exercises, to
+start programs and to use the network are closed. This stops a curious answer, and no determined one: it is no sandbox.
 """
 
 import contextlib
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from dojo.exercise import FOLDER
-from dojo.judge import Call, perform
+from dojo.judge import NOT_WRITTEN, Call, perform
 
 LIMITS = {"RLIMIT_CPU": 30, "RLIMIT_AS": 16 << 30, "RLIMIT_FSIZE": 64 << 20}  # seconds, and bytes
 CLOSED = (FOLDER, FOLDER.parents[1] / "tests" / "dojo")  # solutions, and answers that are judged in tests
@@ -30,7 +31,7 @@ def main() -> None:
     for name, most in LIMITS.items():
         with contextlib.suppress(ValueError, OSError):  # not every system has every limit
             resource.setrlimit(getattr(resource, name), (most, most))
-    sys.addaudithook(refuse)  # cannot be removed
+    sys.addaudithook(make_guard(CLOSED, FORBIDDEN))  # cannot be removed
     module = ModuleType("answer")
     module.__file__ = str(answer)
     sys.modules["answer"] = module
@@ -47,7 +48,7 @@ def result_of(module: ModuleType, call: Call) -> Any:
     try:
         return perform(module, call)
     except NotImplementedError:
-        return {"error": "NotImplementedError: it is not written yet"}
+        return {"error": NOT_WRITTEN}
     except Exception as error:
         lines, trace = [], error.__traceback__
         while trace:
@@ -56,13 +57,19 @@ def result_of(module: ModuleType, call: Call) -> Any:
         return {"error": f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")}
 
 
-def refuse(event: str, arguments: tuple) -> None:
-    if event == "open" and isinstance(arguments[0], (str, bytes)):
-        path = Path(arguments[0] if isinstance(arguments[0], str) else arguments[0].decode()).resolve()
-        if any(path.is_relative_to(folder) for folder in CLOSED):
-            raise PermissionError("the exercises are closed while an answer is judged")
-    if event in FORBIDDEN:
-        raise PermissionError("an answer may not start programs or use the network while it is judged")
+def make_guard(closed: tuple[Path, ...], forbidden: set[str]) -> Callable[[str, tuple], None]:
+    """An audit hook; its settings are out of the answer's reach."""
+    closed, forbidden = tuple(closed), frozenset(forbidden)
+
+    def guard(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            path = Path(arguments[0] if isinstance(arguments[0], str) else arguments[0].decode()).resolve()
+            if any(path.is_relative_to(folder) for folder in closed):
+                raise PermissionError("the exercises are closed while an answer is judged")
+        if event in forbidden:
+            raise PermissionError("an answer may not start programs or use the network while it is judged")
+
+    return guard
 
 
 if __name__ == "__main__":

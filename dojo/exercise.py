@@ -80,5 +80,5 @@ def all_exercises() -> list[Exercise]:
 def find_exercise(number: int) -> Exercise:
     found = [exercise for exercise in all_exercises() if exercise.number == number]
     if not found:
-        raise DojoError(f"there is no exercise {number}: they are 1 to {len(all_exercises())}")
+        raise DojoError(f"there is no exercise {number}: python -m dojo lists them")
     return found[0]

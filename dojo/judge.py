@@ -9,8 +9,7 @@ A check.py defines
                                   returns, where it is wrong, gets its sentence
     ANSWER, or CHOICES            of a prediction: the right letter, and a sentence for each wrong one
 
-The answer runs in a process of its own (dojo/child.py), which only returns values: it knows neither the check nor the
-solution, and what it does there cannot change the verdict.
+The answer runs in a process of its own (dojo/child.py), which only returns values; they are compared here.
 """
 
 import os
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from dojo.exercise import Exercise
 
 SECONDS = 30.0  # for all calls of an answer; the bundled solutions need a second
 RTOL, ATOL = 1e-4, 1e-6
+NOT_WRITTEN = "NotImplementedError"
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,33 @@ def judge(
     """Run the answer, and compare; `run` is `call_apart`, except in tests."""
     check = load(exercise.folder / "check.py")
     if exercise.kind == "predict":
-        return judge_prediction(check, answer.read_text(encoding="utf-8").strip().lower())
+        return judge_prediction(check, answer.read_text(encoding="utf-8", errors="replace").strip().lower())
     returned = (run or call_apart)(answer, check.CALLS)
     if isinstance(returned, str):
         return Verdict(False, returned)
     solution = load(exercise.folder / "solution.py")
     expected = getattr(check, "expected", lambda call: perform(solution, call))
     for call, result in zip(check.CALLS, returned, strict=True):
+        if isinstance(result, dict) and result.get("error") == NOT_WRITTEN:
+            return Verdict(False, f"{call.function} is not written yet")
         if isinstance(result, dict) and "error" in result:
             return Verdict(False, f"{shown_call(call)} raised {result['error']}")
         wanted = expected(call)
         if not same(wanted, result) and not getattr(check, "accept", lambda call, result: False)(call, result):
             for sentence, mistaken in getattr(check, "MISTAKES", {}).items():
                 if is_mistake(mistaken, call, wanted, result):
-                    return Verdict(False, sentence)
-            about = f" ({call.about})" if call.about else ""
-            return Verdict(False, f"{shown_call(call)}{about} must be {shown(wanted)}, and is {shown(result)}")
+                    return Verdict(False, f"{sentence}\n{difference(call, wanted, result)}")
+            return Verdict(False, difference(call, wanted, result))
     return Verdict(True, "")
+
+
+def difference(call: Call, wanted: Any, result: Any) -> str:
+    if call.gradient and isinstance(result, dict):  # one of the two is enough
+        name = "gradient" if same(wanted["value"], result.get("value")) else "value"
+        head = "the value is right, but " * (name == "gradient")
+        call = call if name == "gradient" else replace(call, gradient=None)
+        return f"{head}{shown_call(call)} must be {shown(wanted[name])}, and is {shown(result.get(name))}"
+    return f"{shown_call(call)} must be {shown(wanted)}, and is {shown(result)}"
 
 
 def judge_prediction(check: ModuleType, letter: str) -> Verdict:
@@ -163,12 +173,18 @@ def call_apart(answer: Path, calls: list[Call]) -> list[Any] | str:
         if not results.exists():
             last = (said.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
             return f"{answer.name} ended with exit status {status}: {last}"
-        return torch.load(results, weights_only=True)
+        try:
+            found = torch.load(results, weights_only=True)
+        except Exception:  # the answer has written something else there
+            found = None
+        is_complete = isinstance(found, list) and len(found) == len(calls)
+        return found if is_complete else f"{answer.name} has written to the file in which its results are returned"
 
 
 def shown_call(call: Call) -> str:
     what = f"{call.function}({', '.join(f'{name}={shown(x)}' for name, x in call.arguments.items())})"
-    return f"the gradient of {what} by {call.gradient}" if call.gradient else what
+    what = f"the gradient of {what} by {call.gradient}" if call.gradient else what
+    return what + (f" ({call.about})" if call.about else "")
 
 
 def shown(value: Any) -> str:
@@ -179,4 +195,4 @@ def shown(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {shown(x)}" for key, x in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(shown, value)) + "]"
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
+    return f"{value + 0.0:.4g}" if isinstance(value, float) else repr(value)  # no -0

@@ -1,0 +1,23 @@
+"""One ratio for a completion."""
+
+import torch
+
+
+def sequence_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """GSPO's ratio of each completion, at each of its tokens.
+
+        s_b = (p(completion b) / p_old(completion b)) ** (1 / n_b)
+
+    p(completion) is the product over its tokens, which are the n_b tokens with a mask of 1. s_b is 1 if there is none.
+
+    Args:
+        log_probs: (B, T) of the policy that is trained, in nats; the gradient flows through them.
+        old_log_probs: (B, T) of the policy that sampled the tokens.
+        mask: (B, T), 1 on tokens that the policy sampled.
+
+    Returns:
+        (B, T): s_b where the mask is 1, and 1 elsewhere.
+    """
+    log_ratio = torch.where(mask.bool(), log_probs - old_log_probs, 0.0)
+    ratio = (log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    return torch.where(mask.bool(), ratio, 1.0)

@@ -1,0 +1,25 @@
+# says: The ratio is upside down
+"""PPO's clipped surrogate."""
+
+import torch
+
+
+def clipped_surrogate(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_eps: float
+) -> torch.Tensor:
+    """The loss of each token.
+
+        ratio_t = p(token t) / p_old(token t)
+        loss_t = -min(ratio_t A, clip(ratio_t, 1 - clip_eps, 1 + clip_eps) A)
+
+    Args:
+        log_probs: (B, T) of the policy that is trained, in nats; the gradient flows through them.
+        old_log_probs: (B, T) of the policy that sampled the tokens.
+        advantages: (B, 1), one for all tokens of a row.
+        clip_eps: how far a ratio may move.
+
+    Returns:
+        (B, T).
+    """
+    ratio = (old_log_probs - log_probs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)

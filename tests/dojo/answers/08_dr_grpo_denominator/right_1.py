@@ -1,0 +1,27 @@
+"""Dr. GRPO's denominator."""
+
+import torch
+
+
+def dr_grpo_loss(
+    log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, max_new_tokens: int
+) -> torch.Tensor:
+    """The loss of Dr. GRPO for one update per rollout.
+
+        loss = -1/B sum_b 1/max_new_tokens sum_t mask_bt A_b log_probs_bt
+
+    Args:
+        log_probs: (B, T) of the policy that is trained, in nats; the gradient flows through them.
+        advantages: (B, 1), one for all tokens of a row.
+        mask: (B, T), 1 on tokens that the policy sampled.
+        max_new_tokens: the completion budget: how many tokens a completion may have.
+
+    Returns:
+        A scalar.
+    """
+    loss = torch.zeros(())
+    for b in range(log_probs.shape[0]):
+        for t in range(log_probs.shape[1]):
+            if mask[b, t]:
+                loss = loss - advantages[b, 0] * log_probs[b, t]
+    return loss / (log_probs.shape[0] * max_new_tokens)

@@ -1,0 +1,21 @@
+"""Leave one out."""
+
+import torch
+
+
+def leave_one_out(returns: torch.Tensor) -> torch.Tensor:
+    """RLOO's advantages.
+
+        A_qg = R_qg - 1/(G - 1) sum over h != g of R_qh
+
+    Args:
+        returns: (Q, G), a row for each question, with G of at least 2.
+
+    Returns:
+        (Q, G).
+    """
+    advantages = torch.empty_like(returns)
+    for q, row in enumerate(returns):
+        for g in range(len(row)):
+            advantages[q, g] = row[g] - torch.cat([row[:g], row[g + 1 :]]).mean()
+    return advantages

@@ -1,0 +1,28 @@
+# says: overflow
+"""How likely is at least one right answer in k attempts?"""
+
+import torch
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of pass@k from n samples.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    C(n, k) is the number of ways to choose k of n samples. If fewer than k samples are wrong, each choice has a right
+    one: pass@k is 1. The result must also be right for n = 10,000.
+
+    Args:
+        n: the number of samples.
+        c: how many of them are right.
+        k: the number of attempts, at most n.
+
+    Returns:
+        A number from 0 to 1.
+    """
+
+    def choices(of: int) -> torch.Tensor:
+        factors = torch.arange(of - k + 1, of + 1, dtype=torch.float32)
+        return factors.prod() / torch.arange(1, k + 1, dtype=torch.float32).prod()
+
+    return 1.0 if n - c < k else 1.0 - (choices(n - c) / choices(n)).item()
