@@ -121,7 +121,7 @@ def next_number(exercises: list[Exercise], solved: list[Exercise]) -> int:
 
 def begin(exercise: Exercise, work: Path, console: Console) -> None:
     """Write the page and the file, unless the reader already has one."""
-    folder = work / exercise.name
+    folder = work / exercise.place
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(exercise.text, encoding="utf-8")
     answer = folder / exercise.answer
@@ -132,7 +132,7 @@ def begin(exercise: Exercise, work: Path, console: Console) -> None:
 
 
 def find_answer(exercise: Exercise, folder: Path) -> Path:
-    answer = folder / exercise.name / exercise.answer
+    answer = folder / exercise.place / exercise.answer
     if not answer.is_file():
         raise DojoError(f"there is no {answer}: begin with python -m dojo {exercise.number}")
     return answer
@@ -164,7 +164,7 @@ def show_solution(exercise: Exercise, work: Path, console: Console) -> None:
     if exercise.kind != "predict":
         before, after = exercise.start.splitlines(), exercise.read("solution.py").splitlines()
         lines = list(difflib.unified_diff(before, after, "start", "solution", lineterm="", n=2))
-        console.print(Syntax("\n".join(lines), "diff", background_color="default"))
+        console.print(Syntax("\n".join(lines), "diff", background_color="default", word_wrap=True))
     console.print(Markdown(exercise.read("reason.md")))
 
 
@@ -182,7 +182,7 @@ def grade(folder: Path, console: Console) -> None:
     """A folder for each student, with the folders of exercises; also written as grades.csv."""
     students = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not students:
-        raise DojoError(f"{folder} has no folder of a student: it needs {folder}/NAME/{all_exercises()[0].name}/...")
+        raise DojoError(f"{folder} has no folder of a student: it needs {folder}/NAME/{all_exercises()[0].place}/...")
     rows = [list(grades_of(student)) for student in students]
     names = [str(exercise.number) for exercise in all_exercises()]
     table = Table(box=None)
@@ -203,7 +203,7 @@ def grades_of(student: Path) -> Iterator[str]:
     from dojo.judge import judge
 
     for exercise in all_exercises():
-        answer = student / exercise.name / exercise.answer
+        answer = student / exercise.place / exercise.answer
         given = answer.read_text(encoding="utf-8", errors="replace") if answer.is_file() else exercise.start
         yield "" if given == exercise.start else "x" if judge(exercise, answer).is_right else "-"
 

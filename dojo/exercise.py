@@ -54,9 +54,16 @@ class Exercise:
         return self.facts["kind"]
 
     @property
+    def place(self) -> str:
+        """The reader's folder; the name of a bug would give it away."""
+        return f"{self.number:02}_find_the_bug" if self.kind == "find the bug" else self.name
+
+    @property
     def answer(self) -> str:
         """The name of the file that the reader writes."""
-        return "answer.txt" if self.kind == "predict" else f"{self.name.partition('_')[2]}.py"
+        if self.kind == "implement":
+            return f"{self.name.partition('_')[2]}.py"
+        return "answer.txt" if self.kind == "predict" else "program.py"
 
     @property
     def start(self) -> str:
