@@ -3,7 +3,7 @@
     python -m dojo                   # all exercises, and which you have solved
     python -m dojo 7                 # begin: dojo_work/07_.../ gets a page and a file
     python -m dojo 7 --check         # judge the file
-    python -m dojo 7 --hint          # one hint, then another one: there are three
+    python -m dojo 7 --hint          # one hint, then one more: there are three
     python -m dojo 7 --solution      # what a solution changes, why, and where to read on
 
 For teachers:
