@@ -71,6 +71,9 @@ def own_estimator(file: UserFile, loss: Loss) -> Weights:
 
     def weights(groups: Groups) -> torch.Tensor:
         scaled, found = advantages(groups.returns), []
+        if not scaled.isfinite().all():
+            (worst, *_) = groups.returns[~scaled.isfinite().all(dim=1)].tolist()
+            raise UnusableError(f"advantages returned values that are not finite for a group with returns {worst}")
         for mask, log_probs, own in zip(groups.mask, groups.log_probs, scaled, strict=True):
             kinds = torch.where(mask.bool(), ACTION, PADDING)
             numbers = {"num_rows": len(mask), "num_tokens": int(mask.sum()), "max_new_tokens": LENGTH}
@@ -87,9 +90,9 @@ def examine(weights: Weights) -> tuple[dict[str, float], list[float]]:
     for seed in range(POLICIES):
         exact, parts = Exact.of(SoftmaxTable(seed)), []
         for question in range(len(QUESTIONS)):
-            drawn = draw_groups(exact, question, int(SIZE))
+            drawn = draw_groups(exact, question, SIZE)
             kept = weights(drawn)
-            parts.append(Moments.of(_in_parts(kept), drawn))
+            parts.append(Moments.of(lambda _, kept=kept: kept, drawn))  # 3,060 groups are one part
             if not seed:
                 lengths += by_length(kept, drawn)
         alone = [part.compare(exact.gradient_of(question)) for question, part in enumerate(parts)]
@@ -98,18 +101,6 @@ def examine(weights: Weights) -> tuple[dict[str, float], list[float]]:
         rows.append(row | {"hard_to_easy": alone[1]["scale"] / alone[0]["scale"] if alone[0]["scale"] else math.inf})
     shares = lengths[:, 0] / lengths[:, 1]
     return {name: median(row[name] for row in rows) for name in rows[0]}, (shares / shares[0]).tolist()
-
-
-def _in_parts(kept: torch.Tensor) -> Weights:
-    """What was computed for all groups, handed out in the order in which `Moments.of` asks."""
-    at = 0
-
-    def next_part(groups: Groups) -> torch.Tensor:
-        nonlocal at
-        at += len(groups)
-        return kept[at - len(groups) : at]
-
-    return next_part
 
 
 def by_length(kept: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -193,6 +193,10 @@ def test_a_fault_in_a_file_is_seen(fault, sentences, tmp_path, capsys, monkeypat
         ("def policy_loss(log_probs, mask): return (log_probs * mask).sum()", "takes no advantages"),
         (LOSS.format(**RIGHT | {"std": "[..., None]"}), "advantages must return a tensor of shape"),
         (LOSS.format(**RIGHT | {"count": "(0 / 0)"}), "raised ZeroDivisionError"),
+        (
+            LOSS.format(**RIGHT | {"std": " + 0 / returns.std(dim=1, keepdim=True)"}),
+            "not finite for a group with returns [0.0, 0.0",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_measured_gets_a_sentence(text, sentence, tmp_path, capsys):
