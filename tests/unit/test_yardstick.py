@@ -195,7 +195,7 @@ def test_a_fault_in_a_file_is_seen(fault, sentences, tmp_path, capsys, monkeypat
         (LOSS.format(**RIGHT | {"count": "(0 / 0)"}), "raised ZeroDivisionError"),
         (
             LOSS.format(**RIGHT | {"std": " + 0 / returns.std(dim=1, keepdim=True)"}),
-            "not finite for a group with returns [0.0, 0.0",
+            "not finite for a group with returns [1.0, 1.0",
         ),
     ],
 )
