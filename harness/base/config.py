@@ -252,7 +252,8 @@ class RunConfig(AskedConfig):
     judge_model: OfJudge[InputPath | None] = None
     # the address of a server that speaks OpenAI's protocol and returns log-probs, instead of a model in this process
     judge_url: OfJudge[str | None] = None
-    # the part of a completion that these see: all after this tag, e.g. "</think>"; or a JSON file of tags
+    # the part of a completion that these see: all after this tag, e.g. "</think>"; or a JSON file of tags, or a
+    # model's directory with a longcot_config.json
     answer_begins: OfJudge[str | None] = None
     strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead

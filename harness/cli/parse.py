@@ -227,6 +227,7 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
         named["model"] = config.model_path
     if getattr(config, "task", None) not in bundled_tasks():
         named["task"] = getattr(config, "task", None)
+    named["answer_begins"] = getattr(config, "answer_begins", None)  # a tag, a file or a directory
     paths = {name: Path(value).expanduser() for name, value in named.items() if value}
     # build_index creates a missing index; a data set and a model can be on the hub
     absolute = {name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"}

@@ -19,6 +19,7 @@ from harness.base.config import BUNDLED, is_hub_id
 from harness.base.hub import is_hub_source
 from harness.base.places import train_file
 from harness.base.terminal import printable, visible
+from harness.data.thoughts import names_file
 from harness.exporting.source import Source
 from harness.exporting.writing import Questions
 from harness.run.settings import NOT_FLAGS
@@ -116,7 +117,7 @@ def _public(name: str, value: object) -> list[str]:
 def _text(name: str, value: str) -> str:
     if name in STAND_INS or name.endswith("_url"):
         return STAND_INS.get(name, "URL")
-    if name in TEXTS:
+    if name in TEXTS and not (name == "answer_begins" and names_file(value)):
         return visible(value)  # whole, with its line breaks
     if name in PLACES or any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath)):
         return place(name, value)

@@ -17,6 +17,7 @@ from fast.packed_rows import FLEX, hidden_states
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say, silence_bitsandbytes
+from harness.data.thoughts import check_is_shown
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
 from harness.models.context import fixed_length
 from harness.models.pretrained import (
@@ -45,6 +46,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool =
     if is_reward_model(config.base, is_here):
         raise UserError(f"--model {shown(config.model)} is a reward model and writes nothing: --reward-model takes it")
     tokenizer = tokenizer_of(config, is_here)
+    check_is_shown(tokenizer, getattr(config, "answer_begins", None))
     attention = "sdpa" if config.attn_implementation == FLEX else config.attn_implementation  # sdpa samples
     options = {"attn_implementation": attention, "local_files_only": is_here}
     if config.load_in is not None:

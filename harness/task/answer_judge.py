@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.given_answers import encode_conversation
 from common.reward_model import RewardModel, score_rows
 
-from harness.base.config import DTYPES, RunConfig
+from harness.base.config import DTYPES, RunConfig, shown
 from harness.data.thoughts import ThoughtFormat, answer_of, read_format
 from harness.models.context import context_of
 from harness.models.reward_loading import load_reward_model
@@ -80,6 +80,10 @@ def load_judges(config: RunConfig) -> list[Judge]:
     if config.strict and config.answer_begins is None:
         raise UserError("--strict needs to tell a thought from an answer: give --answer-begins")
     seen = (None if config.answer_begins is None else read_format(config.answer_begins), config.strict)
+    if config.strict and seen[0] is None:
+        raise UserError(
+            f"--strict needs a thought: by --answer-begins {shown(config.answer_begins)} there is none (longcot)"
+        )
     judges = []
     if given:
         floor = {PREFERENCE: -config.no_answer_penalty}

@@ -44,7 +44,7 @@ from harness.task.responses import (
 class Config(ResponseConfig):
     num_samples: Count = 1  # answers per prompt; the first usable one is kept
     thoughts: Literal["keep", "drop"] = "keep"  # keep or drop the thoughts in the answers
-    # an answer begins after this tag, which ends its thought; or a JSON file of tags
+    # an answer begins after this tag, which ends its thought; or a JSON file of tags, or a model's directory
     answer_begins: str = "</think>"
     keep_right: bool = False  # only answers with the reward correct = 1
     output: OfRun[LocalPath] = "runs/chats.jsonl"  # a JSONL file, new or to be continued

@@ -33,8 +33,10 @@ from common.trajectory import Trajectory
 from fast.sharded_weights import gathered_weights
 
 from harness.base.config import ROOT, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
+from harness.base.ranks import on_main
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
+from harness.data.thoughts import write_longcot
 from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
@@ -68,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         rows, eval_rows = load_conversations(config, policy, rows)
         train(config, run, policy, list(batches(config, rows)), eval_rows)
         run.save_final(policy)
+        on_main(lambda: write_longcot(policy.tokenizer, rows, run.directory))
         examination = examine(policy, eval_rows)
         if eval_rows:
             run.log(run.step, examination)

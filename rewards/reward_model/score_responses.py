@@ -37,7 +37,8 @@ class Config(ModelConfig):
     by: str | None = None  # a reward component of the task, e.g. correct; None: a judge scores
     reward_model: OfJudge[InputPath | None] = None  # the judge: a directory or a hub id
     reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
-    # the part of a response that the judge sees: all after this tag, e.g. "</think>"; or a JSON file of tags
+    # the part of a response that the judge sees: all after this tag, e.g. "</think>"; or a JSON file of tags, or
+    # a model's directory with a longcot_config.json
     answer_begins: OfJudge[str | None] = None
     strict: OfJudge[bool] = False  # with --answer-begins: score only responses of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a response without an answer to score gets minus this instead

@@ -49,7 +49,7 @@ class Config(EvaluatedConfig):
     data: InputPath = str(PAIRS)  # file or hub dataset (docs/data.md): {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
-    # a judge that sees no thoughts: keep only the text after this tag, e.g. "</think>"; or a JSON file of tags
+    # a judge that sees no thoughts: only the text after this tag, e.g. "</think>", a JSON file of tags, or a directory
     answer_begins: str | None = None
     epochs: Count = 1  # passes over the pairs; with more, a reward model soon knows them by heart
     pairs_per_step: Count = 32  # pairs per optimizer step, of all processes together

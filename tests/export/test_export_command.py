@@ -290,12 +290,13 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
     settings |= {"wandb": True, "save_merged": True, "variant": "mine", "reward_model": "owner/judge", "top_p": 1.0}
     settings |= {"system_prompt": "Say\n`it`.", "at_most": ["num_terms=2"], "eval_sets": ["a=/home/ada/a.jsonl"]}
-    settings |= {"tools": "/home/ada/b=c.py"}
+    settings |= {"tools": "/home/ada/b=c.py", "answer_begins": "/home/ada/my judge"}
     settings |= {"changed": [name for name in settings if name not in ("experiment", "top_p")]}
     assert public_command(settings) == (
         "python scale/engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl "
         "--engine-start PYTHON --engine-url URL --lr 1e-05 --save-merged --variant mine --reward-model owner/judge "
-        "--system-prompt 'Say\n`it`.' --at-most num_terms=2 --eval-sets a=a.jsonl --tools b=c.py"
+        "--system-prompt 'Say\n`it`.' --at-most num_terms=2 --eval-sets a=a.jsonl --tools b=c.py "
+        "--answer-begins 'my judge'"
     )
     of_an_older_run = {name: value for name, value in settings.items() if name != "changed"}
     assert public_command(of_an_older_run) == public_command(settings).replace(" --system", " --top-p 1.0 --system")

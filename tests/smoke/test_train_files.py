@@ -25,6 +25,7 @@ from harness.base.checks import check_ranges, flag
 from harness.base.config import LORA_LR_FACTOR, RESOLVED
 from harness.base.flags import read_marks
 from harness.base.places import in_experiments
+from harness.data.thoughts import ThoughtFormat, read_format
 
 pytestmark = pytest.mark.drawn
 
@@ -293,6 +294,19 @@ def test_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, load_script)
     metrics = rows_of(directory)
     assert metrics[-2]["loss/total"] < 0.5 * metrics[1]["loss/total"]
     assert json_of(directory / "summary.json")["eval/loss"] < 0.5 * metrics[0]["eval/loss"]
+
+
+def test_sft_writes_the_tags_of_the_thoughts_that_it_has_learned(tmp_path, monkeypatch, load_script):
+    answer = {"role": "assistant", "content": "<think>1+1=2</think><answer>2</answer>"}
+    write_rows(
+        tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": f"Say {n}"}, answer]} for n in "23"]
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = ("--lora-rank", "2", "--save-merged", "--name", "smoke")
+    load_script("imitation/sft/train.py").main(["--model", "tiny", "--data", "chats.jsonl", *flags])
+    run = tmp_path / "runs" / "sft" / "smoke"
+    for name in ("final", "final_merged"):
+        assert read_format(str(run / name)) == ThoughtFormat("<think>", "</think>")
 
 
 def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):

@@ -1,10 +1,17 @@
 """What a judge is shown of a completion: closed, unclosed, repeated, nested and empty thoughts, in three formats."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from harness.data.thoughts import ThoughtFormat, answer_of, read_format
+from common.errors import UserError
+from common.given_answers import encode_chat
+from common.trajectory import Trajectory
+
+from harness.base.config import RunConfig
+from harness.cli.parse import with_absolute_paths
+from harness.data.thoughts import LONGCOT, ThoughtFormat, answer_of, check_is_shown, read_format, write_longcot
 
 TAGGED = ThoughtFormat(answer_begins="<response>", answer_ends="</response>")
 
@@ -56,3 +63,107 @@ def test_formats_are_read_from_a_tag_or_a_file(tmp_path):
     path = tmp_path / "tags.json"
     path.write_text(json.dumps(TAGGED._asdict()))
     assert read_format(str(path)) == TAGGED
+
+
+def write_config(folder: Path, **values: object) -> Path:
+    (folder / LONGCOT).write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "tags", "text"),
+    [
+        (
+            {"longcot_delimiter": "</think>", "end_delimiter": None, "start_think_marker": "<think>\n"},
+            ThoughtFormat("<think>", "</think>"),
+            "<think>a</think>b",
+        ),
+        (
+            {
+                "longcot_delimiter": "<|reserved_special_token_0|>",
+                "end_delimiter": "<|end|>",
+                "prompt_for_longcot": "x",
+            },
+            ThoughtFormat("", "<|reserved_special_token_0|>", answer_ends="<|end|>"),
+            "a<|reserved_special_token_0|> b <|end|>",
+        ),
+        (
+            {"longcot_delimiter": "<response>", "end_delimiter": "</response>"},
+            ThoughtFormat("", "<response>", answer_ends="</response>"),
+            "a<response>b",  # its end may be what stopped the sampling
+        ),
+    ],
+    ids=["think", "reserved", "response"],
+)
+def test_the_tags_of_a_model_with_long_thoughts(tmp_path, values, tags, text):
+    write_config(tmp_path, longcot=True, **values)
+    assert read_format(str(tmp_path)) == read_format(str(tmp_path / LONGCOT)) == tags
+    assert answer_of(text, tags) == answer_of(text, tags, strict=True) == "b"
+
+
+def test_what_follows_the_end_of_an_answer_is_no_answer():
+    tags = ThoughtFormat("", "<response>", answer_ends="</response>")
+    assert answer_of("a<response>b</response>c", tags) == "b"
+    assert answer_of("a<response>b</response>c", tags, strict=True) is None
+    assert answer_of("a<response></response>c", tags) is None
+
+
+def test_a_model_without_thoughts(tmp_path):
+    tags = read_format(str(write_config(tmp_path, longcot=False, longcot_delimiter="</think>")))
+    assert tags is None
+    assert answer_of("<think>a</think> b ", tags) == "<think>a</think> b"
+    assert answer_of(" ", tags) is None
+
+
+def test_a_directory_without_the_file_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"longcot_config\.json must be .* No such file"):
+        read_format(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no such directory"):
+        read_format("runs/final")
+
+
+def test_a_run_keeps_the_absolute_path(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    kept = [with_absolute_paths(RunConfig(answer_begins=given)).answer_begins for given in ("model", "</think>")]
+    assert kept == [str(tmp_path / "model"), "</think>"]
+
+
+def test_a_delimiter_that_completions_do_not_show_is_refused(tmp_path, tokenizer):
+    check_is_shown(tokenizer, None)
+    check_is_shown(tokenizer, "</think>")  # a token of its own, but shown
+    check_is_shown(tokenizer, str(write_config(tmp_path, longcot=False)))
+    write_config(tmp_path, longcot=True, longcot_delimiter="\n<|im_end|>\n")
+    with pytest.raises(UserError, match="is a special token of the model"):
+        check_is_shown(tokenizer, str(tmp_path))
+
+
+def learned(tokenizer, *answers: str) -> list[Trajectory]:
+    end, rows = tokenizer.convert_tokens_to_ids("<|im_end|>"), []
+    for answer in answers:
+        messages = [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": answer}]
+        ids, mask = encode_chat(tokenizer, messages, [end])
+        rows.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids)))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("answers", "tags"),
+    [
+        (["<think>a</think>b", "<think>a</think>b", "b"], ThoughtFormat()),
+        (["<think>a</think>b", "b"], None),  # half of them are not most
+        (["<reasoning>a</reasoning>b"], ThoughtFormat("<reasoning>", "</reasoning>")),
+        (["a</think>b"], ThoughtFormat("", "</think>")),  # the template has opened the thought
+        (["<think>\n</think>b", "</think>b"], None),
+        (["<mine>a</mine>b"], None),
+    ],
+)
+def test_what_sft_writes_is_read_again(tmp_path, tokenizer, answers, tags):
+    (tmp_path / "final").mkdir()
+    write_longcot(tokenizer, learned(tokenizer, *answers), tmp_path)
+    assert not (tmp_path / "final_merged").exists()
+    if tags is None:
+        assert not (tmp_path / "final" / LONGCOT).exists()
+    else:
+        assert read_format(str(tmp_path / "final")) == tags
