@@ -88,6 +88,8 @@ PANELS = (
     Panel("calls", "reward/.*calls", "Number, or share of a completion's calls.", axis=POSITIVE),
     Panel("completion length", "completion/length(_right|_wrong)?|eval/greedy/length",
           "Tokens that the policy wrote.", "tokens", axis=POSITIVE, place=5),
+    Panel("trajectory length", "completion/trajectory_length",
+          "Tokens of the prompt, the policy, and the tools or the world.", "tokens", axis=POSITIVE, is_more=True),
     Panel("kinds of questions asked", "completion/.*",
           "Share of a step's questions; no result of training.", is_more=True, **OF_QUESTIONS),
     Panel("share of completions", "completion/(?!truncated|stopped|turns|.*_(calls|searches)$).*",

@@ -162,6 +162,8 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
             numbers.setdefault(f"logged/{name}", []).append(value)
     metrics |= {name: mean(values) for name, values in numbers.items()}
     metrics["completion/length"] = mean(lengths)
+    if any(len(row.ids) > row.prompt_length + row.num_action_tokens for row in trajectories):  # of tools or a world
+        metrics["completion/trajectory_length"] = mean([len(row.ids) for row in trajectories])
     if first.turns:
         metrics["completion/turns"] = mean([row.num_turns for row in trajectories])
     if "correct" in first.rewards:

@@ -131,12 +131,20 @@ def test_every_metric_of_a_rollout_is_what_its_name_says():
         "reward/format": 0.75,
         "completion/reasoned": 0.75,
         "completion/length": 5.0,  # action tokens only: neither prompt nor tool output
+        "completion/trajectory_length": 8.0,  # with the two tokens of the prompt and the one of the tool
         "completion/length_right": 5.0,
         "completion/length_wrong": 5.0,
         "completion/stopped": 0.75,
         "completion/truncated": 0.25,
         "group/zero_reward_variance": 0.5,
     }
+
+
+def test_the_length_of_a_trajectory_is_logged_if_the_policy_has_not_sampled_all_of_it():
+    alone, other = (Trajectory([5] * 6, 2, [0, 0, 1, 1, 1, 1], [0.0] * 6, rewards={"correct": 1.0}) for _ in "12")
+    assert "completion/trajectory_length" not in rollout_metrics([alone, other], RETURNS[:1])
+    other.observe([7, 7, 7])
+    assert rollout_metrics([alone, other], RETURNS[:1])["completion/trajectory_length"] == 7.5
 
 
 @pytest.mark.parametrize(
