@@ -289,6 +289,46 @@ def test_an_entropy_bonus_from_sampled_tokens():
     assert exact.norm() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "ratio", "loss", "gradient", "is_silent"),
+    [
+        (1e4, 1.0, math.inf, -1.2, math.nan, True),  # the clip's 0 times the inf of exp
+        (1e4, -1.0, math.inf, math.inf, math.inf, False),
+        (1e4, 0.0, math.inf, math.nan, math.nan, False),
+        (-1e4, 1.0, 0.0, 0.0, 0.0, False),
+        (-1e4, -1.0, 0.0, 0.8, 0.0, True),
+    ],
+)
+def test_a_log_ratio_that_overflows_gives_no_finite_gradient(log_ratio, advantage, ratio, loss, gradient, is_silent):
+    """In float32, where exp overflows above 88.7; the update is skipped (docs/metrics.md)."""
+    log_probs, advantages = torch.full((1, 1), log_ratio).requires_grad_(), torch.tensor([[advantage]])
+    found = probability_ratio(log_probs, torch.zeros(1, 1), torch.ones(1, 1))
+    token_loss = clipped_surrogate(found, advantages, CLIP_EPS)
+    token_loss.sum().backward()
+    values = [found.item(), token_loss.item(), log_probs.grad.item()]
+    assert values == pytest.approx([ratio, loss, gradient], nan_ok=True)
+    assert is_clipped(found, advantages, CLIP_EPS).item() == is_silent
+
+
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4])
+def test_a_log_ratio_that_overflows_is_not_read_outside_the_mask(log_ratio):
+    log_probs = torch.tensor([[0.1, log_ratio]]).requires_grad_()
+    ratio = probability_ratio(log_probs, torch.zeros(1, 2), torch.tensor([[1, 0]]))
+    clipped_surrogate(ratio, torch.tensor([[-1.0]]), CLIP_EPS).sum().backward()
+    assert ratio[0, 1] == 1
+    assert log_probs.grad.tolist() == [[pytest.approx(math.exp(0.1)), 0.0]]
+
+
+@pytest.mark.parametrize(("advantage", "loss"), [(1.0, -1.2), (-1.0, math.exp(20))])
+def test_a_log_ratio_clamped_to_20_has_no_gradient_of_either_sign(advantage, loss):
+    log_probs = torch.full((1, 1), 1e4).requires_grad_()
+    ratio = probability_ratio(log_probs.clamp(-20, 20), torch.zeros(1, 1), torch.ones(1, 1))
+    token_loss = clipped_surrogate(ratio, torch.tensor([[advantage]]), CLIP_EPS)
+    token_loss.sum().backward()
+    assert token_loss.item() == pytest.approx(loss, rel=1e-5)
+    assert log_probs.grad.item() == 0
+
+
 def test_a_clamped_log_ratio_loses_the_gradient_that_the_clip_keeps():
     """Of a token with a negative advantage whose ratio is 10 (an exercise of experiment_base)."""
     old, mask = torch.zeros(1, 1), torch.ones(1, 1)
