@@ -179,13 +179,12 @@ def options_page() -> str:
 
 def dojo_page() -> str:
     """All exercises on one page; what is solved is kept by the reader's browser (book.js)."""
-    from dojo.exercise import all_exercises
+    from dojo.exercise import by_chapter
 
-    parts, chapter = [DOJO_PAGE], ""
-    for exercise in all_exercises():
+    parts = [DOJO_PAGE]
+    for chapter, exercise in [(chapter, each) for chapter, some in by_chapter().items() for each in some]:
         facts, number = exercise.facts, exercise.number
-        if facts["chapter"] != chapter:
-            chapter = facts["chapter"]
+        if f"## {chapter}" not in parts:
             parts.append(f"## {chapter}")
         box = f'<label><input type="checkbox" data-exercise="{exercise.name}"> solved</label>'
         parts.append(f"### {exercise.text.removeprefix('# ').replace(chr(10), f'{chr(10)}{chr(10)}{box}', 1)}")
@@ -213,6 +212,13 @@ def list_experiments() -> list[dict]:
     return groups
 
 
+def linked_by(path: Path) -> list[Path]:
+    """The files of the repository to which a page links."""
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+    linked = [Path(os.path.normpath(path.parent / target)) for target in targets if "://" not in target]
+    return [each for each in linked if each.exists() and each != ROOT]
+
+
 # The hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -221,15 +227,13 @@ def on_files(files: Files, config) -> Files:
     site = Files([file for file in files if file.src_dir != config.docs_dir or file.src_uri.endswith((".css", ".js"))])
     notebooks = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
     queue = [*ours(".md"), *notebooks, *(ROOT / name for places in citations().values() for name, _ in places)]
+    queue += [target for page in EXERCISES.rglob("*.md") for target in linked_by(page)]
     for path in queue:  # which grows
         name = path.relative_to(ROOT).as_posix()
         if name in site.src_uris:
             continue
         queue += members(path) if path.is_dir() else []
-        if path.suffix in (".md", ".ipynb"):
-            targets = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
-            linked = [Path(os.path.normpath(path.parent / target)) for target in targets if "://" not in target]
-            queue += [each for each in linked if each.exists() and each != ROOT]
+        queue += linked_by(path) if path.suffix in (".md", ".ipynb") else []
         is_shown = path.suffix in SHOWN and path.stat().st_size < BIG
         if path.is_dir() or path.suffix == ".ipynb" or is_shown:
             address = f"{name}/files.html" if path.is_dir() else f"{name.removesuffix('.ipynb')}.html"

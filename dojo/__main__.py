@@ -29,7 +29,7 @@ from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.table import Table
 
-from dojo.exercise import NUM_HINTS, DojoError, Exercise, all_exercises, find_exercise
+from dojo.exercise import NUM_HINTS, DojoError, Exercise, all_exercises, by_chapter, find_exercise
 
 PROGRESS = "progress.json"
 
@@ -99,13 +99,11 @@ def note(work: Path, exercise: Exercise, **values: bool | int) -> None:
 def list_exercises(work: Path, console: Console) -> None:
     progress, exercises = read_progress(work), all_exercises()
     solved = [exercise for exercise in exercises if progress.get(exercise.name, {}).get("solved")]
-    for chapter in dict.fromkeys(exercise.facts["chapter"] for exercise in exercises):
+    for chapter, some in by_chapter().items():
         table = Table(title=chapter, title_justify="left", title_style="bold", box=None, show_header=False, width=96)
         for column in ({"width": 3}, {"width": 3, "justify": "right"}, {"ratio": 1}, {"width": 13}, {"width": 8}):
             table.add_column(**column)
-        for exercise in exercises:
-            if exercise.facts["chapter"] != chapter:
-                continue
+        for exercise in some:
             mark = "[green]x[/]" if exercise in solved else "-"
             facts = exercise.facts
             table.add_row(mark, str(exercise.number), facts["title"], facts["kind"], f"{facts['minutes']} min")

@@ -84,6 +84,14 @@ def all_exercises() -> list[Exercise]:
     return sorted(map(Exercise, folders), key=lambda exercise: exercise.number)
 
 
+def by_chapter() -> dict[str, list[Exercise]]:
+    """The chapters in the order of their first exercises."""
+    found: dict[str, list[Exercise]] = {}
+    for exercise in all_exercises():
+        found.setdefault(exercise.facts["chapter"], []).append(exercise)
+    return found
+
+
 def find_exercise(number: int) -> Exercise:
     found = [exercise for exercise in all_exercises() if exercise.number == number]
     if not found:
