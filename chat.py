@@ -62,6 +62,9 @@ class Config(SearchConfig, ModelConfig):
     show: Literal["text", "probabilities"] = "text"  # probabilities: each token coloured, from certain to improbable
     system: str = ""  # the system turn
     max_new_tokens: Count | None = None  # budget of an answer in tokens; None: 96 for the bundled policy, else 512
+    # a text at which an answer ends, e.g. "</response>", for models that were taught no end of turn; may be given
+    # several times
+    stop: tuple[str, ...] = ()
     temperature: Positive = 1.0  # logits are divided by it
     top_p: Share = 1.0  # below 1: draw only from the most probable tokens that together have this much probability
     greedy: bool = False  # take the most probable token instead of drawing one
@@ -88,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     if config.corpus or config.index or config.search_url:
         tools["search"] = DirectSearcher(open_index(config), config.top_k).search
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
+    if tools and config.stop:
+        raise UserError("--stop ends an answer of one turn, and tools need several: omit one of them")
     console = Console(highlight=False, soft_wrap=True)
     if config.environment is not None:
         walk(config, console)

@@ -75,6 +75,9 @@ class Config(ModelConfig):
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
     system_prompt: OfData[str | None] = None
+    # a text at which a completion ends, e.g. "</response>", for models that were taught no end of turn; may be given
+    # several times
+    stop: OfData[tuple[str, ...]] = ()
     completion_prefix: OfData[str | None] = None  # every completion begins with this text, e.g. "<think>"
     limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
     # published benchmarks, of --task math or instructions: a file for each in the directory --data, else from the hub

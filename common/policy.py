@@ -51,6 +51,7 @@ class Policy(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.end_of_turn_ids = end_of_turn_ids
+        self.stop_texts: tuple[str, ...] = ()  # end a turn, too: --stop
         self.pad_id = pad_id
         self.temperature = temperature
         self.compute_dtype = compute_dtype

@@ -14,6 +14,7 @@ import torch
 
 from common.keyed import keyed_generator
 from common.policy import Policy
+from common.stop_texts import ends_turn
 from common.trajectory import Trajectory
 from fast.inverse_cdf import invert_cdf
 from fast.sharded_weights import gathered_weights
@@ -41,7 +42,7 @@ def sample(
     """Sample `group_size` completions of every prompt.
 
     Args:
-        policy: its temperature is the sampling temperature.
+        policy: its temperature is the sampling temperature; its end-of-turn ids and stop texts end a completion.
         prompts: Q lists of ids, of any lengths.
         group_size: G.
         max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
@@ -169,7 +170,7 @@ def _complete(
     uniforms: torch.Tensor | None,
     kept: "KeptRows | None" = None,
 ) -> None:
-    """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
+    """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b; a stop text lowers it."""
     # not at the top: `--help` needs neither, and need not wait for transformers, which the first imports
     from fast.cache import RowCache
     from fast.decoding import decoding_step
@@ -185,6 +186,7 @@ def _complete(
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     step = decoding_step(policy.model, attention_mask.shape[1] + max(budgets))
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
+    turns = [row.newest_turn for row in rows] if policy.stop_texts else []  # the ids so far
     active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
     last = torch.tensor(budgets, device=policy.device) - 1  # (B,) the position of a row's last token
     drawn = torch.zeros(len(rows), max(budgets), dtype=torch.long, device=policy.device)
@@ -195,6 +197,11 @@ def _complete(
         ids, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
         drawn[active, position], drawn_log_probs[active, position] = ids, log_probs
         ended = torch.isin(ids, end_of_turn) | (position >= last[active])
+        if policy.stop_texts:
+            for place, (row, i) in enumerate(zip(active.tolist(), ids.tolist(), strict=True)):
+                turns[row].append(i)
+                if ends_turn(policy.tokenizer, turns[row], policy.stop_texts):
+                    ended[place], budgets[row], rows[row].finish_reason = True, position + 1, "stop"
         if kept is not None:
             kept.put([rows[row] for row in active[ended].tolist()], cache, ended, attention_mask)
         if ended.all():
@@ -273,7 +280,7 @@ def _record(
     log_probs: torch.Tensor,
     end_of_turn_ids: list[int],
 ) -> None:
-    """Write each row's ids `drawn` (B, C) up to its end of turn, with their log-probs."""
+    """Write each row's ids `drawn` (B, C) up to its end of turn or its budget, with their log-probs."""
     for row, budget, ids, values in zip(rows, budgets, drawn.tolist(), log_probs.tolist(), strict=True):
         ids = ids[:budget]
         end = next((position for position, i in enumerate(ids) if i in end_of_turn_ids), None)

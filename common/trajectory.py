@@ -30,7 +30,8 @@ class Trajectory:
     sampler_log_probs: list[float]  # nats, under softmax(logits / temperature), before top-p
     prompt_index: int = 0  # the prompt's row in its data file
     completion_index: int = 0  # 0..G-1 within the group
-    # "stop": ended with an end-of-turn token; "length": cut off by the budget; "given": by a file, and not sampled
+    # "stop": ended with an end-of-turn token or a stop text; "length": cut off by the budget; "given": by a file, and
+    # not sampled
     finish_reason: str = "length"
     text: str = ""  # the completion as text, for rewards and for people
     question: str | None = None  # for people; None: the question of the task's row
@@ -48,6 +49,11 @@ class Trajectory:
     @property
     def num_action_tokens(self) -> int:
         return sum(self.action_mask)
+
+    @property
+    def newest_turn(self) -> list[int]:
+        """The ids that were sampled since the last one that was not."""
+        return self.ids[len(self.ids) - self.action_mask[::-1].index(0) :]
 
     @property
     def num_turns(self) -> int:

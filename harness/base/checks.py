@@ -71,13 +71,15 @@ def parse_target(text: str | None) -> tuple[str, Callable[[float, float], bool],
 
 
 def check_texts(config: object) -> None:
-    """Refuse empty paths, for example from an unset shell variable, and impossible ones."""
+    """Refuse empty paths and stop texts, for example from an unset shell variable, and impossible paths."""
     for name, marks in read_marks(type(config)).items():
         text = getattr(config, name) if marks.path is not None else None
         if text == "":
             raise UserError(f"{flag(name)} is empty: omit it, or name something")
         if text is not None:
             local_path(text, flag(name))
+    if "" in getattr(config, "stop", ()):
+        raise UserError("--stop is empty: omit it, or give a text")
 
 
 def local_path(text: str, what: str) -> Path:
@@ -106,6 +108,8 @@ def check_combinations(config: ModelConfig) -> None:
             raise UserError(f"{flag(name)} {value} computes in half precision: add --dtype bfloat16")
     if isinstance(config, PolicyConfig):
         _check_training(config)
+        if hasattr(config, "max_turns") and config.stop:
+            raise UserError("--stop ends completions of one turn, and these have several: omit it")
     if getattr(config, "gpu_memory", None) is not None:  # an estimate for another machine, with packages of its own
         return
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:

@@ -222,6 +222,9 @@ class AskedConfig(EvaluatedConfig):
     task: OfData[LocalPath] = "arithmetic"
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
     system_prompt: OfData[str | None] = None
+    # a text at which a completion ends, e.g. "</response>", for models that were taught no end of turn; may be given
+    # several times
+    stop: OfData[tuple[str, ...]] = ()
     eval_every: OfEvaluation[CountOrZero] = 10  # steps between evaluations (greedy only); 0: only before and after
     # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     samples_every: OfRun[CountOrZero] = 1

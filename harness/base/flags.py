@@ -12,6 +12,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from harness.base.config import Group, IsPath
 from harness.base.terminal import say
 
+REPEATED = ("stop",)  # flags with one value each time, which may begin with a dash
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # by their names in annotated_types
 
 
@@ -102,6 +103,8 @@ def make_flags(config: object, grouped: dict[str, list[dataclasses.Field]]) -> t
                 metavar=field.name.upper() if is_positional else metavar,
             )
             flag_type = Annotated[types[field.name], argument]
+            if field.name in REPEATED:
+                flag_type = tyro.conf.UseAppendAction[flag_type]
             if is_positional:
                 flag_type = tyro.conf.Positional[flag_type]
             flags.append((field.name, flag_type, dataclasses.field(default=default)))

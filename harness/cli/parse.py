@@ -21,7 +21,7 @@ from common.errors import UserError
 
 from harness.base import checks
 from harness.base.config import BUNDLED, RESOLVED, ConfigT, PolicyConfig, resolve, shown
-from harness.base.flags import flag, group_fields, make_flags, read_marks, show_description, show_names
+from harness.base.flags import REPEATED, flag, group_fields, make_flags, read_marks, show_description, show_names
 from harness.base.ranks import num_launched
 from harness.base.signals import may_say_why
 from harness.base.terminal import printable, say
@@ -82,7 +82,7 @@ def _prepare(config: object, argv: Sequence[str] | None, description: str) -> Se
         if f"--{other}" in words and name.replace("-", "_") in hints and other.replace("-", "_") not in hints:
             raise UserError(f"there is no flag --{other}: use --{name}")
     for name, kind in hints.items():  # tyro would drop the first values
-        if kind == tuple[str, ...] and words.count(flag(name)) > 1:
+        if kind == tuple[str, ...] and name not in REPEATED and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")
     return argv
 
@@ -130,6 +130,8 @@ def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]
             continue
         if isinstance(value, bool):
             words.append(flag(key) if value else f"--no-{flag(key)[2:]}")
+        elif isinstance(value, list) and key in REPEATED:
+            words += [f"{flag(key)}={text}" for text in value]
         elif isinstance(value, list):
             words += [flag(key), *map(str, value)] if value else []
         else:
@@ -139,6 +141,8 @@ def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]
 
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """Change the settings as the command line says; mistakes end the program."""
+    given = {word.partition("=")[0] for word in argv}
+    config = dataclasses.replace(config, **{name: () for name in REPEATED if flag(name) in given})  # no more defaults
     groups = _ask_tyro(make_flags(config, group_fields(config)), argv)
     config = dataclasses.replace(
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}

@@ -97,6 +97,7 @@ def _open(path: Path, settings: dict, free: set[str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(beside, json.dumps(settings, indent=1).encode() + b"\n")
         before = json.loads(beside.read_text(encoding="utf-8"))
+        before = {name: [] for name in ("stop",) if name in settings} | before  # older versions had no --stop
         for name in sorted((settings.keys() | before.keys()) - free):
             if settings.get(name) != before.get(name):
                 values = [printable(json.dumps(some.get(name)), 60) for some in (settings, before)]

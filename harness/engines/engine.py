@@ -111,9 +111,11 @@ class Engine:
             "top_p": 1.0 if greedy else top_p,
             "stop_token_ids": policy.end_of_turn_ids,
         }
+        if policy.stop_texts:
+            settings |= {"stop": list(policy.stop_texts), "include_stop_str_in_output": True}
         groups = in_groups(trajectories, group_size, rows)
         num_ids = policy.model.get_input_embeddings().weight.shape[0]
-        self._newest = self.server.submit(self._answer(groups, key, settings, num_ids, seconds))
+        self._newest = self.server.submit(self._answer(groups, key, settings, policy.tokenizer, num_ids, seconds))
         return Sampling(self, self._newest, seconds)
 
     def push(self, policy: Policy) -> bool:
@@ -153,7 +155,13 @@ class Engine:
         self.server.close()
 
     async def _answer(
-        self, groups: list[list[Trajectory]], key: tuple[int, ...], settings: dict, num_ids: int, seconds: dict
+        self,
+        groups: list[list[Trajectory]],
+        key: tuple[int, ...],
+        settings: dict,
+        tokenizer,
+        num_ids: int,
+        seconds: dict,
     ) -> list[Trajectory]:
         """Ask for all completions, and write them into their trajectories."""
         began, gate = time.perf_counter(), asyncio.Semaphore(MOST_REQUESTS)
@@ -168,23 +176,30 @@ class Engine:
             if len(completions) != len(group):
                 raise self.server.wrong(f"{len(completions)} completions instead of {len(group)}")
             for row, completion in zip(group, completions, strict=True):
-                self._check(completion, settings["max_tokens"], settings["stop_token_ids"], num_ids)
+                self._check(completion, settings, tokenizer, num_ids)
                 row.finish_reason = "stop" if completion.has_stopped else "length"
                 row.act(completion.ids, completion.log_probs)
         return [row for group in groups for row in group]
 
-    def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
+    def _check(self, completion: Completion, settings: dict, tokenizer, num_ids: int) -> None:
         """Raise EngineError if the completion cannot be a valid sample."""
         ids, log_probs, has_stopped = completion
-        ends = [position for position, i in enumerate(ids) if i in end_of_turn_ids]
+        max_new_tokens, stops = settings["max_tokens"], settings.get("stop", ())
+        ends = [position for position, i in enumerate(ids) if i in settings["stop_token_ids"]]
+        are_ids = all(0 <= i < num_ids for i in ids)
+        parts = (ids[:-1], ids) if stops and are_ids else ([], [])
+        before, text = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+        # vLLM keeps the space before the first word, which some tokenizers drop
+        is_ended = bool(ends) or any(stop.lstrip() in text for stop in stops)
         for is_right, what in (
-            (all(0 <= i < num_ids for i in ids), f"ids that are not tokens of the policy, which has {num_ids}"),
+            (are_ids, f"ids that are not tokens of the policy, which has {num_ids}"),
             (len(log_probs) == len(ids), f"{len(log_probs)} log-probs for {len(ids)} tokens"),
             (all(-math.inf < value <= ROUNDING for value in log_probs), "a log-prob that is not finite, or above 0"),
             (1 <= len(ids) <= max_new_tokens, f"{len(ids)} tokens, with a budget of {max_new_tokens}"),
             (ends in ([], [len(ids) - 1]), "tokens after an end of turn"),
+            (not any(stop in before for stop in stops), "tokens after a stop text"),
             (
-                has_stopped == bool(ends) and (ends or len(ids) == max_new_tokens),
+                has_stopped == is_ended and (is_ended or len(ids) == max_new_tokens),
                 "a completion whose end does not agree with its reason to finish",
             ),
         ):

@@ -55,7 +55,7 @@ class Completion(NamedTuple):
 
     ids: list[int]
     log_probs: list[float]  # nats, one for each id, under the sampling distribution
-    has_stopped: bool  # ended by an end-of-turn token; else the budget was used up
+    has_stopped: bool  # ended by an end-of-turn token or a stop text; else the budget was used up
 
 
 class VLLM:
@@ -142,7 +142,7 @@ class VLLM:
             "prompt": prompt,
             "n": 1 if is_greedy else count,
             "seed": seed,
-            "ignore_eos": True,  # the model's own ids: stop_token_ids are all that end a turn
+            "ignore_eos": True,  # the model's own ids: only stop_token_ids and stop texts end a turn
             "logprobs": 0,  # only the sampled token's
             "return_token_ids": True,
             # Defaults that a server may have changed for requests without these settings

@@ -18,7 +18,7 @@ from harness.evaluation.figures import difference
 SHOWN = 5  # questions of each kind on the terminal
 # Settings other than the model that two evaluations should share
 WITH_CONSEQUENCES = (
-    *("task", "system_prompt", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
+    *("task", "system_prompt", "stop", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
     "load_in",
 )
 
@@ -37,7 +37,7 @@ def read_results(source: str, rows: list[str]) -> dict:
     if not {entry["row"] for entry in results["questions"]} & set(rows):
         asked = f"it asked {len(results['questions'])} other questions, none of these {len(rows)}"
         raise UserError(f"--compare {path}: {asked}: give the results of the same --task and --data")
-    return results | {"path": str(path)}
+    return {"stop": []} | results | {"path": str(path)}  # older versions had no --stop
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:

@@ -184,6 +184,7 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
         raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
     if "num_samples" not in stored:
         raise UserError(f"--output {directory} is not an evaluation's (see its config.json): choose another")
+    stored = {"stop": []} | stored  # older versions had no --stop
     for name in (field.name for field in dataclasses.fields(config) if field.name not in FREE):
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]

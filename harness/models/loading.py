@@ -11,6 +11,7 @@ from common.chat import begin_completions, encode_prompt
 from common.errors import UserError
 from common.policy import Policy
 from common.sampling import left_pad, next_logits
+from common.stop_texts import can_write
 from fast.matmul import use_fast_products
 from fast.packed_rows import FLEX, hidden_states
 
@@ -79,7 +80,15 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
         raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
-    _tell_of_unknown_end(tokenizer, end_of_turn_ids, config.model)
+    stop_texts = tuple(getattr(config, "stop", ()))
+    for text in stop_texts:
+        if not can_write(tokenizer, text):
+            raise UserError(
+                f"--stop {printable(repr(text), 60)}: no text of {shown(config.model)} contains it: its tokenizer has "
+                "no tokens for it, or only control tokens, which texts leave out"
+            )
+    if not stop_texts:
+        _tell_of_unknown_end(tokenizer, end_of_turn_ids, config.model)
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)
@@ -103,6 +112,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
+    policy.stop_texts = stop_texts
     policy.gradient_checkpointing = is_trained and config.gradient_checkpointing
     exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())

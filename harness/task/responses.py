@@ -52,6 +52,9 @@ class ResponseConfig(ModelConfig):
     temperature: Positive = 1.0  # logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
+    # a text at which a completion ends, e.g. "</response>", for models that were taught no end of turn; may be given
+    # several times
+    stop: OfData[tuple[str, ...]] = ()
     # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     data: OfData[InputPath | None] = (
@@ -203,6 +206,9 @@ def make_responder(config: ResponseConfig, prompts: list[Prompt]) -> Callable[[l
         server = ChatServer(config.url, config.served_model, config.request_seconds)
         names = ("max_new_tokens", "temperature", "top_p")
         settings = dict(zip(("max_tokens", *names[1:]), (getattr(config, name) for name in names), strict=True))
+
+        if config.stop:  # the second is vLLM's; other servers leave the stop text out, or refuse it
+            settings |= {"stop": list(config.stop), "include_stop_str_in_output": True}
 
         def ask(batch: list[Prompt]) -> list[list[Response]]:
             answers = server.chat_all([(prompt.messages, prompt.index) for prompt in batch], count, key, settings)

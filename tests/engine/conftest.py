@@ -51,5 +51,5 @@ def policy(loaded) -> Iterator[Policy]:
     weights = copy.deepcopy(loaded.state_dict())
     yield loaded
     loaded.load_state_dict(weights)
-    loaded.temperature = 1.0
+    loaded.temperature, loaded.stop_texts = 1.0, ()
     loaded.zero_grad()

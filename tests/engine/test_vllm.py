@@ -80,6 +80,26 @@ def test_greedy_completions_are_our_own(engine, policy, prompts):
     assert gap(policy, rows) < CLOSE
 
 
+def test_stop_texts_end_a_completion_as_ours(engine, policy, prompts):
+    policy.temperature, policy.stop_texts = 1.5, ("an", "1")
+    settings = SETTINGS | {"max_new_tokens": 24}
+    rows = engine.sample(policy, prompts, 6, **settings)
+    for row in rows:
+        ended = [n for n in range(1, 25) if any(stop in text_of(policy, row, n) for stop in policy.stop_texts)]
+        at_end_of_turn = row.completion_ids[-1] in policy.end_of_turn_ids
+        assert ended[:1] == [row.num_action_tokens] or at_end_of_turn or (ended, row.num_action_tokens) == ([], 24)
+        assert (row.finish_reason == "stop") == (bool(ended) or at_end_of_turn)
+    assert any(text_of(policy, row).endswith("1") for row in rows)
+    assert gap(policy, rows) < CLOSE
+    greedy = [draw(policy, prompts, 1, greedy=True, **settings) for draw in (engine.sample, sample)]
+    assert ids_of(greedy[0]) == ids_of(greedy[1])
+    assert {row.finish_reason for row in greedy[0]} == {"stop"}
+
+
+def text_of(policy: Policy, row: Trajectory, length: int | None = None) -> str:
+    return policy.tokenizer.decode(row.completion_ids[:length], skip_special_tokens=True)
+
+
 def test_parts_of_groups_are_those_of_the_whole(engine, policy, prompts):
     scale(policy, 0.5)  # closer to uniform: completions differ
     whole = engine.sample(policy, prompts, 3, **SETTINGS)

@@ -9,11 +9,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.experience import collate
 from common.policy import Policy
 from common.sampling import _draw, begin_rows, continue_rows, sample
+from common.stop_texts import can_write, ends_turn
 from common.trajectory import Trajectory
 from fast.kept_rows import KeptRows
 
@@ -426,3 +429,180 @@ def check_kept_rows(policy: Policy, **settings) -> None:
     log_probs = [torch.tensor([x for row in some for x in row.sampler_log_probs]) for some in (rows, wanted)]
     torch.testing.assert_close(*log_probs, atol=1e-5, rtol=0)
     assert tokens < tokens_again
+
+
+# Stop texts -----------------------------------------------------------------------------------------------------------
+
+
+def text_of(tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def length_by_definition(tokenizer, ids: list[int], stop_texts: tuple[str, ...]) -> int | None:
+    """Decodes everything at every token."""
+    lengths = range(1, len(ids) + 1)
+    return next((n for n in lengths if any(stop in text_of(tokenizer, ids[:n]) for stop in stop_texts)), None)
+
+
+def length_found(tokenizer, ids: list[int], stop_texts: tuple[str, ...]) -> int | None:
+    return next((n for n in range(1, len(ids) + 1) if ends_turn(tokenizer, ids[:n], stop_texts)), None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop_texts", "end"),
+    [
+        (["an", "\u0120higher", "sw"], ("igh",), 2),  # inside a token
+        (["P", "an", "sw", "er", "P"], ("nsw",), 3),  # across two
+        (["P", "an", "sw", "er", "P"], ("nswe",), 4),  # across three
+        (["an", "P"], ("an",), 1),  # at the first token
+        (["P", "\u0120higher", "#", "an"], ("an", "#"), 3),  # the first of several
+        (["P", "\u00c3", "\u00a9", "P"], ("\u00e9",), 3),  # the two bytes of an e with an accent
+        (["\u00c3", "an", "\u00c3", "\u00a9"], ("n\u00e9",), 4),  # the first byte is no character
+        (["an", "\u00c3", "P", "\u00a9"], ("n\u00e9",), None),
+        (["an", "<|im_end|>", "sw"], ("nsw",), 3),  # texts leave control tokens out
+        (["an", "sw"], ("<|im_end|>", "nsx"), None),
+    ],
+)
+def test_a_stop_text_ends_with_the_first_token_that_completes_it(tokenizer, tokens, stop_texts, end):
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    assert None not in ids
+    assert length_found(tokenizer, ids, stop_texts) == length_by_definition(tokenizer, ids, stop_texts) == end
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_like():
+    """Spaces begin tokens, the first one is dropped, and unknown characters are bytes: as in Llama 2 and Mistral."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"abx",
+        "\u2581a",
+        "\u2581ab",
+        "ba",
+    ]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence(list(steps))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+TEXTS = "a \n\u00e9\u2019\U0001f600b x"
+
+
+@given(data=st.data())
+def test_decoding_the_end_finds_what_decoding_everything_finds(tokenizer, sentencepiece_like, data):
+    """With bytes of characters, control tokens and long rows; the stop text is often in the text."""
+    of = data.draw(st.sampled_from([tokenizer, sentencepiece_like]))
+    whole = of.encode(TEXTS + " an answer", add_special_tokens=False)
+    some = [[i] for i in {*whole, of.eos_token_id}] + [of.encode(letter, add_special_tokens=False) for letter in TEXTS]
+    ids = [i for part in data.draw(st.lists(st.sampled_from(some), min_size=1, max_size=60)) for i in part]
+    text = text_of(of, ids)
+    start, length = data.draw(st.integers(0, len(text))), data.draw(st.integers(1, 12))
+    stops = tuple({text[start : start + length], data.draw(st.text(TEXTS, min_size=1, max_size=3))} - {""})
+    stops = tuple(stop for stop in stops if "\ufffd" not in stop) or ("x",)
+    assert length_found(of, ids, stops) == length_by_definition(of, ids, stops)
+
+
+STOPS = ("\u00e9", "ra", " st")
+
+
+@pytest.fixture
+def speaker(make_policy, tokenizer) -> Callable[..., Policy]:
+    """A random policy with the bundled vocabulary, which ends only at stop texts."""
+
+    def make(*stop_texts: str, **settings) -> Policy:
+        policy = make_policy(len(tokenizer), tokenizer=tokenizer, end_of_turn_ids=(10_000,), pad_id=2, **settings)
+        policy.stop_texts = stop_texts
+        return policy
+
+    return make
+
+
+def test_stop_texts_cut_rows_that_are_otherwise_the_same(speaker, tokenizer):
+    """Each row where its own text says so; the token that completes the stop text is kept and trained."""
+    settings = {"max_new_tokens": 25, "key": (0, 1)}
+    whole = sample(speaker(temperature=2.0), PROMPTS, 8, **settings)
+    rows = sample(speaker(*STOPS, temperature=2.0), PROMPTS, 8, **settings)
+    for row, longer in zip(rows, whole, strict=True):
+        end = length_by_definition(tokenizer, longer.completion_ids, STOPS)
+        assert row.completion_ids == longer.completion_ids[:end]
+        assert row.finish_reason == ("length" if end is None else "stop")
+        assert row.action_mask == [0] * row.prompt_length + [1] * (end or 25)
+        assert row.sampler_log_probs == pytest.approx(longer.sampler_log_probs[: len(row.ids)], abs=1e-4)
+    assert len({len(row.ids) for row in rows}) > 5
+    assert {row.finish_reason for row in rows} == {"stop", "length"}
+    ends = [text_of(tokenizer, row.completion_ids) for row in rows if row.finish_reason == "stop"]
+    assert any(not text.endswith(STOPS) for text in ends)  # inside a token
+    assert_training_agrees(speaker(*STOPS, temperature=2.0), rows)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"generation_batch_size": 1}, {"generation_batch_size": 8}, {"rows": range(3, 21)}]
+)
+def test_with_stop_texts_a_row_depends_on_itself_alone(speaker, settings):
+    policy, usual = speaker(*STOPS, temperature=2.0), {"max_new_tokens": 25, "key": (0, 1)}
+    whole = sample(policy, PROMPTS, 8, **usual)
+    rows = sample(policy, PROMPTS, 8, **usual | settings)
+    wanted = whole[3:21] if "rows" in settings else whole
+    assert [(row.ids, row.finish_reason) for row in rows] == [(row.ids, row.finish_reason) for row in wanted]
+
+
+def test_a_turn_that_is_continued_token_by_token_ends_at_the_same_stop_text(speaker):
+    """As chat.py draws it, or a sampler that gets new weights in mid-completion; with a stop text of several tokens."""
+    policy = speaker(temperature=2.0)
+    [whole] = sample(policy, PROMPTS[:1], 1, max_new_tokens=25, key=(0, 1))
+    policy.stop_texts = (text_of(policy.tokenizer, whole.completion_ids[8:12]),)
+    [wanted] = sample(policy, PROMPTS[:1], 1, max_new_tokens=25, key=(0, 1))
+    for kept in (None, KeptRows()):
+        [row] = begin_rows(PROMPTS[:1], 1)
+        while row.finish_reason == "length" and row.num_action_tokens < 25:
+            continue_rows(policy, [row], max_new_tokens=row.num_action_tokens + 1, key=(0, 1), kept=kept)
+        assert (row.ids, row.finish_reason) == (wanted.ids, "stop")
+    assert row.completion_ids == whole.completion_ids[:12]
+
+
+def test_a_stop_text_ends_every_turn_and_counts_only_what_was_sampled_in_it(speaker):
+    """The prompt and the tools' answers contain it, and half of it ends the turn before."""
+    policy, key = speaker("ab", temperature=2.0), (0, 1)
+    first, second = policy.tokenizer.convert_tokens_to_ids(["a", "b"])
+    row = Trajectory([first, second, first], 3, [0, 0, 0], [0.0] * 3)
+    assert row.newest_turn == []
+    turns = {(): [second, first], (second, first): [first, second]}
+    for said in turns.values():
+        row.act(said, [-1.0, -1.0])
+        assert row.newest_turn == said
+        assert ends_turn(policy.tokenizer, row.newest_turn, policy.stop_texts) == (said == [first, second])
+        row.observe([first, second])
+    policy.stop_texts = ("e",)
+    before = len(row.ids)
+    [added] = continue_rows(policy, [row], max_new_tokens=200, key=key)
+    assert row.finish_reason == "stop"
+    assert length_by_definition(policy.tokenizer, added, ("e",)) == len(added) == len(row.ids) - before
+
+
+def test_only_the_end_of_a_row_is_decoded(speaker, tokenizer, monkeypatch):
+    """And only after a token that has the last character of a stop text."""
+    policy, decoded = speaker("never a", temperature=2.0), []
+
+    def decode(ids, _real=tokenizer.decode, **settings):
+        decoded.append(len(ids))
+        return _real(ids, **settings)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    sample(policy, PROMPTS, 4, max_new_tokens=120, key=(0, 1))
+    assert 0 < sum(length > 2 for length in decoded) < 4 * len(PROMPTS) * 120 / 2
+    assert max(decoded) <= 64
+
+
+@pytest.mark.parametrize(("text", "is_possible"), [("</response>", True), ("\u00e9 \n\n", True), ("<|im_end|>", False)])
+def test_whether_a_tokenizer_can_write_a_text(tokenizer, sentencepiece_like, text, is_possible):
+    assert can_write(tokenizer, text) == is_possible
+    assert can_write(sentencepiece_like, " a")
+    assert not can_write(sentencepiece_like, "</s>")

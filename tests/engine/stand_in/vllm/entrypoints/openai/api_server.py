@@ -119,6 +119,10 @@ class StandIn:
         choices = self.complete(body | {"prompt": ids, "stop_token_ids": []})["choices"]
         for choice in choices:
             text = self.engine.tokenizer.decode(choice.pop("token_ids"), skip_special_tokens=True)
+            found = [(text.find(stop), stop) for stop in body.get("stop", ()) if stop in text]
+            if found:  # as in vLLM, texts end with the stop text or before it; ids do not
+                start, stop = min(found)
+                text = text[: start + len(stop) * body.get("include_stop_str_in_output", False)]
             choice["message"] = {"role": "assistant", "content": text}
         return {"choices": choices}
 
@@ -140,7 +144,7 @@ class StandIn:
         with self.lock:
             self.running += 1
         try:
-            self.engine.run(Job(rows, (temperature, top_p, stop_ids, budget)))
+            self.engine.run(Job(rows, (temperature, top_p, stop_ids, budget, tuple(body.get("stop", ())))))
         except RefusedRequest:  # there are no weights: the real server exits, too
             self.is_dead = True
             threading.Timer(0.2, self.stop).start()  # after this answer

@@ -41,7 +41,8 @@ class Served(Policy):
 class Job:
     def __init__(self, rows: list[Trajectory], settings: tuple):
         self.rows, self.done = rows, False
-        self.settings = settings  # (temperature, top_p, stop ids, max_tokens), shared by the rows of one batch
+        # (temperature, top_p, stop ids, max_tokens, stop texts), shared by the rows of one batch
+        self.settings = settings
 
 
 class Engine:
@@ -93,7 +94,7 @@ class Engine:
                 self.waiting.remove(other)
             if not self.has_weights:
                 raise RefusedRequest(500, "EngineCore encountered an issue.")
-            temperature, top_p, stop_ids, max_tokens = job.settings
+            temperature, top_p, stop_ids, max_tokens, self.policy.stop_texts = job.settings
             self.policy.temperature, self.policy.top_p = temperature or 1.0, top_p if temperature else 1.0
             self.policy.end_of_turn_ids = list(stop_ids) or [-1]
             rows, length = [row for other in batch for row in other.rows], self.max_model_len
