@@ -148,6 +148,24 @@ def test_malformed_answers_are_refused(server, engine, policy):
     assert server.calls[RELOAD] == 1
 
 
+def test_answers_that_ignore_the_stop_texts_are_refused(server, engine, policy):
+    policy.stop_texts = ("nsw",)
+    [an, sw, er] = policy.tokenizer.convert_tokens_to_ids(["an", "sw", "er"])
+    for ids, reason, found in (
+        ([an, sw], "stop", None),
+        ([an, sw], "length", "a completion whose end does not agree with its reason to finish"),
+        ([an, er], "stop", "a completion whose end does not agree with its reason to finish"),
+        ([an, sw, er], "stop", "tokens after a stop text"),
+        ([an, 1024], "stop", "ids that are not tokens of the policy, which has 1024"),
+    ):
+        answer = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}, "finish_reason": reason}
+        server.damage = lambda choices, answer=answer: choices[-1].update(answer)
+        if found is None:
+            assert engine.sample(policy, PROMPTS, 2, **SETTINGS)[-1].completion_ids == ids
+        else:
+            assert found in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
+
+
 # Pushes that fail ----------------------------------------------------------------------------------------------------
 
 

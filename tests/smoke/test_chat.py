@@ -37,6 +37,12 @@ def test_an_answer_is_what_the_sampler_of_the_experiments_draws(talk):
         assert decode(policy.tokenizer, row.completion_ids) in talk("--seed", str(seed)).splitlines()
 
 
+def test_an_answer_ends_at_a_stop_text(talk):
+    said, ended = (talk("--greedy", *flags).partition(f"> {QUESTION}\n")[2] for flags in ((), ("--stop", "7")))
+    assert said == "<answer>76</answer>\n"
+    assert ended == "<answer>7\n"
+
+
 @pytest.mark.parametrize(
     ("tool", "question", "found"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_files import ROOT, json_of, wait_until
+from run_files import ROOT, json_of, read_lines, wait_until
 from safetensors.torch import load_file, save_file
 
 import common.sampling
@@ -86,6 +86,23 @@ def test_where_memory_runs_out_it_says_what_helps(evaluate, monkeypatch):
     monkeypatch.setattr(common.sampling, "next_logits", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(UserError, match=r"^memory ran out .*what helps: --generation-batch-size 64, a smaller model$"):
         evaluate("--limit", "2", "--num-samples", "0")
+
+
+def test_answers_end_at_stop_texts(evaluate, tmp_path, capsys):
+    """A directory of an older version, which had none, is continued."""
+    evaluate("--limit", "6", "--num-samples", "2", "--output", "usual")
+    evaluate("--limit", "6", "--num-samples", "2", "--stop", "1", "--stop=2", "--output", "out", "--compare", "usual")
+    assert '--stop ["1", "2"], there []' in capsys.readouterr().out
+    usual, found = (read_lines(tmp_path / name / "completions.jsonl") for name in ("usual", "out"))
+    for line, longer in zip(found, usual, strict=True):
+        ends = [place for place, letter in enumerate(longer["text"]) if letter in "12"]
+        assert line["text"] == longer["text"][: ends[0] + 1 if ends else None]
+        assert line["finish_reason"] == ("stop" if ends else longer["finish_reason"])
+    assert any(line["text"] != longer["text"] for line, longer in zip(found, usual, strict=True))
+    settings = json_of(tmp_path / "usual/config.json")
+    assert settings.pop("stop") == []
+    (tmp_path / "usual/config.json").write_text(json.dumps(settings), encoding="utf-8")
+    evaluate("--limit", "6", "--num-samples", "2", "--output", "usual")
 
 
 def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):

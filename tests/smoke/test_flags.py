@@ -289,6 +289,7 @@ PLACES += "--checkpoint-every 1 --profile 1"
 SHOWN = "--steps 4 --lr 3e-3 --max-new-tokens 30 --stop-when loss/kl>0 --keep-best eval/greedy/length "
 SHOWN += "--eval-data files/held.jsonl --eval-prompts 3 --eval-every 1 --samples-every 2 "
 SHOWN += "--eval-sets held=files/held.jsonl mine=files/mine.jsonl --progress policy/clipped loss/grad_norm"
+STOPS = "--stop 7 --stop=9"
 OTHERS = "--seed 1 --max-grad-norm 1e-9 --eval-every 2 --stop-when eval/sampled/accuracy>=2"
 SPLIT = "--no-pack --tokens-per-micro-batch 60 --generation-batch-size 4"
 SIZES = "--at-most num_terms=2 num_digits=1 "
@@ -566,6 +567,16 @@ def top_p(new, old):
     assert "the gradient is biased" not in old.output
     least = [min(min(entry["sampler_log_probs"]) for entry in run.samples) for run in (new, old)]
     assert least[0] > math.log(0.08) > least[1]
+
+
+@changes(STOPS)
+def stop(new, old):
+    assert new.read("config.json")["stop"] == ["7", "9"]
+    for run, ends_early in ((new, True), (old, False)):
+        answers = [entry["text"] for entry in run.samples]
+        assert any(set(text[:-1]) & set("79") for text in answers) != ends_early
+        assert any(text.endswith(("7", "9")) for text in answers)
+    assert new.first("eval/greedy/length") < old.first("eval/greedy/length")
 
 
 @changes(SPLIT, also=GENTLE)

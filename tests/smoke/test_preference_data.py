@@ -231,6 +231,18 @@ def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     assert other.calls[CHAT] == 2 * 8
 
 
+def test_responses_end_at_stop_texts(make, stand_in):
+    """Of a policy and of a server, whose texts keep the stop text."""
+    server = stand_in()
+    for where in ([], ["--system-prompt", "", "--url", server.url]):
+        flags = ["--limit", "4", "--num-samples", "4", "--max-new-tokens", "64", "--stop", "1", "--stop=7", *where]
+        rows = map(json.loads, make(SAMPLE, f"{len(where)}.jsonl", *flags).splitlines())
+        texts = [response["text"] for row in rows for response in row["responses"]]
+        assert not any(set(text[:-1]) & set("17") for text in texts)
+        assert sum(text.endswith(("1", "7")) for text in texts) > 5
+    assert server.requests[-1]["stop"] == ["1", "7"]
+
+
 def test_a_busy_server_is_asked_again(make, stand_in, monkeypatch):
     monkeypatch.setattr(chat_server, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(chat_server, "BUSY", (500,))

@@ -107,6 +107,20 @@ def test_the_settings_of_a_run_start_it_again(load_script, tmp_path):
     assert again == dataclasses.replace(first, **other)
 
 
+def test_stop_texts_are_given_one_by_one_and_are_those_of_the_run_that_is_resumed(load_script, tmp_path):
+    first = parse(load_script, "--stop", "</response>", "--stop=--- \n", "--name", "first")
+    assert first.stop == ("</response>", "--- \n")
+    settings = describe_settings(first, {"processes": 1, "machine": "x"})
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    of_file, resume = ("--config", str(tmp_path / "config.json")), ("--resume", str(tmp_path))
+    assert parse(load_script, *of_file).stop == first.stop
+    assert parse(load_script, *of_file, "--stop", "x").stop == ("x",)
+    assert parse(load_script, *resume).stop == first.stop
+    assert parse(load_script, *resume, "--stop", "</response>", "--stop=--- \n").stop == first.stop
+    with pytest.raises(UserError, match=r"^--stop x differs from the run's </response> --- "):
+        parse(load_script, *resume, "--stop", "x")
+
+
 class OtherMachine:
     """Pretend that PyTorch finds certain accelerators: as much as is testable without one."""
 

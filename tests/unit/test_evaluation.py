@@ -277,6 +277,7 @@ def begun(make_config, tmp_path):
 @pytest.mark.parametrize(("changes", "sentence"), [
     ({"num_samples": 2}, "--num-samples 2 differs from 4 in "),
     ({"limit": 3}, "--limit 3 differs from null in "),
+    ({"stop": ("#",)}, r'--stop \["#"\] differs from \[\] in '),
     ({"completion_prefix": "<think>"}, '--completion-prefix "<think>" differs from null in '),
 ])  # fmt: skip
 def test_other_settings_in_the_same_directory_are_refused(make_config, begun, changes, sentence):
