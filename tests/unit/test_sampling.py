@@ -459,6 +459,7 @@ def length_found(tokenizer, ids: list[int], stop_texts: tuple[str, ...]) -> int 
         (["P", "\u00c3", "\u00a9", "P"], ("\u00e9",), 3),  # the two bytes of an e with an accent
         (["\u00c3", "an", "\u00c3", "\u00a9"], ("n\u00e9",), 4),  # the first byte is no character
         (["an", "\u00c3", "P", "\u00a9"], ("n\u00e9",), None),
+        (["#", "P"] * 6 + ["\u0120higher"], ("P#P#P#P#P ",), 13),  # a long token ends it, after many short ones
         (["an", "<|im_end|>", "sw"], ("nsw",), 3),  # texts leave control tokens out
         (["an", "sw"], ("<|im_end|>", "nsx"), None),
     ],
@@ -491,6 +492,13 @@ def sentencepiece_like():
     steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
     made.decoder = decoders.Sequence(list(steps))
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_character_after_many_others_that_are_bytes_is_seen(sentencepiece_like):
+    """A run of bytes that begins within a character is none of its characters."""
+    ids = sentencepiece_like.encode("\U0001f600" * 10 + "\u00e9", add_special_tokens=False)
+    assert len(ids) > 42
+    assert length_found(sentencepiece_like, ids, ("\u00e9",)) == len(ids)
 
 
 TEXTS = "a \n\u00e9\u2019\U0001f600b x"
