@@ -35,5 +35,7 @@ def _text_of_two(tokenizer, token: int) -> str:
 
 def can_write(tokenizer, text: str) -> bool:
     """Whether the text of a completion can contain `text`: it has no control tokens, and no unknown characters."""
+    if UNFINISHED in text:
+        return False
     lines = (tokenizer.encode(before + text, add_special_tokens=False) for before in ("", "a", "a\n"))
     return any(text in tokenizer.decode(ids, skip_special_tokens=True) for ids in lines)

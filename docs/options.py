@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from harness.base.flags import flag, option_hint, read_comment, read_marks
+from harness.base.flags import REPEATED, flag, option_hint, read_comment, read_marks
 from harness.base.places import in_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,11 @@ def table(kind: type) -> str:
         text, _, resolved = read_comment(kind, name).partition("None: ")
         default = fields[name].default
         hint = "required" if default is dataclasses.MISSING else option_hint(marks[name], default, resolved)
-        cells = [f"`{flag(name)}{_value(types[name])}`", text.rstrip("; ") or resolved, hint.replace(f"{ROOT}/", "")]
+        cells = [
+            f"`{flag(name)}{' TEXT' if name in REPEATED else _value(types[name])}`",
+            text.rstrip("; ") or resolved,
+            hint.replace(f"{ROOT}/", ""),
+        ]
         rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n")
     return "\n| option | | default |\n|---|---|---|\n" + "".join(rows) if rows else "\nNo others.\n"
 

@@ -108,7 +108,7 @@ def check_combinations(config: ModelConfig) -> None:
             raise UserError(f"{flag(name)} {value} computes in half precision: add --dtype bfloat16")
     if isinstance(config, PolicyConfig):
         _check_training(config)
-        if hasattr(config, "max_turns") and config.stop:
+        if hasattr(config, "max_turns") and getattr(config, "stop", ()):
             raise UserError("--stop ends completions of one turn, and these have several: omit it")
     if getattr(config, "gpu_memory", None) is not None:  # an estimate for another machine, with packages of its own
         return

@@ -93,9 +93,11 @@ def make_flags(config: object, grouped: dict[str, list[dataclasses.Field]]) -> t
             text, _, resolved = read_comment(type(config), field.name).partition("None: ")
             default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
             is_positional = field.name in getattr(config, "POSITIONAL", ())
-            metavar = (
-                (f"{text.partition(':')[0]} ..." if text.startswith("NAME=") else "NAME ...") if takes_many else None
-            )
+            metavar = None
+            if takes_many:
+                metavar = f"{text.partition(':')[0]} ..." if text.startswith("NAME=") else "NAME ..."
+            if field.name in REPEATED:
+                metavar = "TEXT"
             argument = tyro.conf.arg(
                 help=text.rstrip("; ") or resolved,
                 help_behavior_hint=f"({option_hint(marks[field.name], default, resolved)})",

@@ -27,7 +27,7 @@ from harness.base.signals import may_say_why
 from harness.base.terminal import printable, say
 
 # --help explains all flags of a program that has at most so many, else only the experiment's own
-FEW_FLAGS = 30
+FEW_FLAGS = 32
 # Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
 OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
 OTHER_NAMES += tuple(permutations(("limit", "max-prompts", "max-pairs"), 2))

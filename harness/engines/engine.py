@@ -187,10 +187,12 @@ class Engine:
         max_new_tokens, stops = settings["max_tokens"], settings.get("stop", ())
         ends = [position for position, i in enumerate(ids) if i in settings["stop_token_ids"]]
         are_ids = all(0 <= i < num_ids for i in ids)
-        parts = (ids[:-1], ids) if stops and are_ids else ([], [])
-        before, text = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
-        # vLLM keeps the space before the first word, which some tokenizers drop
-        is_ended = bool(ends) or any(stop.lstrip() in text for stop in stops)
+        before, text = "", ""
+        if stops and are_ids:
+            before, text = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:-1], ids))
+        if has_stopped:
+            text = " " + text  # vLLM keeps the space before the first word, which some tokenizers drop
+        is_ended = bool(ends) or any(stop in text for stop in stops)
         for is_right, what in (
             (are_ids, f"ids that are not tokens of the policy, which has {num_ids}"),
             (len(log_probs) == len(ids), f"{len(log_probs)} log-probs for {len(ids)} tokens"),

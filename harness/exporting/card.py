@@ -16,6 +16,7 @@ from viewer.table import wilson
 
 from harness.base.checks import flag
 from harness.base.config import BUNDLED, is_hub_id
+from harness.base.flags import REPEATED
 from harness.base.hub import is_hub_source
 from harness.base.places import train_file
 from harness.base.terminal import printable, visible
@@ -26,7 +27,7 @@ from harness.run.settings import NOT_FLAGS
 
 # Flags that name a model, a data set or a file: of a path the last part is shown
 PLACES = ("model", "reward_model", "teacher", "task", "data", "eval_data")
-TEXTS = ("system_prompt", "completion_prefix", "answer_begins")  # may begin with a slash
+TEXTS = ("system_prompt", "stop", "completion_prefix", "answer_begins")  # may begin with a slash
 STAND_INS = {"engine_start": "PYTHON", "engine": "URL"}
 # Of this machine, or of no effect on the policy
 HIDDEN = {"name", "runs_dir", "resume", "config", "threads", "watch", "profile"}
@@ -108,6 +109,8 @@ def public_command(settings: dict) -> str:
 def _public(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag(name) if value else flag(f"no_{name}")]
+    if name in REPEATED:
+        return [f"{flag(name)}={_text(name, text)}" for text in value]
     if isinstance(value, list):
         return [flag(name), *(_text(name, str(entry)) for entry in value)] if value else []
     text = _text(name, str(value))

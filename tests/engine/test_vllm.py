@@ -81,17 +81,16 @@ def test_greedy_completions_are_our_own(engine, policy, prompts):
 
 
 def test_stop_texts_end_a_completion_as_ours(engine, policy, prompts):
-    policy.temperature, policy.stop_texts = 1.5, ("an", "1")
-    settings = SETTINGS | {"max_new_tokens": 24}
-    rows = engine.sample(policy, prompts, 6, **settings)
+    policy.temperature, policy.stop_texts = 1.5, ("an", "1", " s")
+    rows = engine.sample(policy, prompts, 6, **SETTINGS | {"max_new_tokens": 24})
     for row in rows:
         ended = [n for n in range(1, 25) if any(stop in text_of(policy, row, n) for stop in policy.stop_texts)]
         at_end_of_turn = row.completion_ids[-1] in policy.end_of_turn_ids
         assert ended[:1] == [row.num_action_tokens] or at_end_of_turn or (ended, row.num_action_tokens) == ([], 24)
         assert (row.finish_reason == "stop") == (bool(ended) or at_end_of_turn)
-    assert any(text_of(policy, row).endswith("1") for row in rows)
+    assert any(text_of(policy, row).endswith(policy.stop_texts) for row in rows)
     assert gap(policy, rows) < CLOSE
-    greedy = [draw(policy, prompts, 1, greedy=True, **settings) for draw in (engine.sample, sample)]
+    greedy = [draw(policy, prompts, 1, greedy=True, **SETTINGS) for draw in (engine.sample, sample)]
     assert ids_of(greedy[0]) == ids_of(greedy[1])
     assert {row.finish_reason for row in greedy[0]} == {"stop"}
 

@@ -149,12 +149,14 @@ def test_malformed_answers_are_refused(server, engine, policy):
 
 
 def test_answers_that_ignore_the_stop_texts_are_refused(server, engine, policy):
-    policy.stop_texts = ("nsw",)
+    policy.stop_texts = ("nsw", " an")
     [an, sw, er] = policy.tokenizer.convert_tokens_to_ids(["an", "sw", "er"])
     for ids, reason, found in (
         ([an, sw], "stop", None),
+        ([an, er] * 3, "length", None),
+        ([an], "stop", None),  # with the space that some tokenizers drop, and vLLM does not
         ([an, sw], "length", "a completion whose end does not agree with its reason to finish"),
-        ([an, er], "stop", "a completion whose end does not agree with its reason to finish"),
+        ([sw, er], "stop", "a completion whose end does not agree with its reason to finish"),
         ([an, sw, er], "stop", "tokens after a stop text"),
         ([an, 1024], "stop", "ids that are not tokens of the policy, which has 1024"),
     ):

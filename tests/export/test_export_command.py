@@ -322,6 +322,7 @@ def test_the_command_has_every_setting_of_the_run(load_script, tmp_path, monkeyp
     file = {name: other[type(value)](value) for name, value in values.items()}
     file |= {"name": "first", "lr": 3e-4, "seed": 7, "keep_checkpoints": 5, "dtype": "bfloat16", "runs_dir": "runs_2"}
     more = {"reward_functions": "mine.py", "reward_weight": ["short=2"], "task": "countdown", "system_prompt": "-x\n y"}
+    more |= {} if hasattr(usual, "max_turns") else {"stop": ["-x", "/y=\n"]}
     file |= {name: value for name, value in more.items() if hasattr(usual, name) and experiment != "imitation/sft"}
     Path("settings.yaml").write_text(yaml.safe_dump(file))
     words = ["--engine-start", "PYTHON"] if experiment == "scale/engine" else []

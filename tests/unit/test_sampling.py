@@ -609,7 +609,9 @@ def test_only_the_end_of_a_row_is_decoded(speaker, tokenizer, monkeypatch):
     assert max(decoded) <= 64
 
 
-@pytest.mark.parametrize(("text", "is_possible"), [("</response>", True), ("\u00e9 \n\n", True), ("<|im_end|>", False)])
+@pytest.mark.parametrize(
+    ("text", "is_possible"), [("</response>", True), ("\u00e9 \n\n", True), ("<|im_end|>", False), ("\ufffd", False)]
+)
 def test_whether_a_tokenizer_can_write_a_text(tokenizer, sentencepiece_like, text, is_possible):
     assert can_write(tokenizer, text) == is_possible
     assert can_write(sentencepiece_like, " a")
