@@ -75,14 +75,14 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "experiment_accelerate": Row(SCHEDULE),
     # two processes split a group
     "experiment_accelerate_ddp": Row("--prompts-per-step 3 --group-size 6 --minibatch-size 6", quick="killed"),
-    "experiment_multiturn_tool_calling": Row(TOOLS, quick="killed"),
+    "experiment_multiturn_tool_calling": Row(TOOLS),
     "experiment_multiturn_qa": Row(TOOLS),
     "agents/world": Row("--credit gigpo --max-new-tokens 30 --max-turns 4", quick="killed"),
     "agents/world own": Row(
         "--environment world.py --data worlds.jsonl --credit walked_graph --max-turn-tokens 3 --observation-weight 0.1"
     ),
     "agents/critic": Row("--max-new-tokens 30 --critic-warmup 1 --gae-lambda 0.95 --gamma 0.9"),
-    "policy_gradients/reinforce": Row("--prompts-per-step 12", quick="killed"),
+    "policy_gradients/reinforce": Row("--prompts-per-step 12"),
     "policy_gradients/rloo": Row(),
     "policy_gradients/maxrl": Row(),
     "policy_gradients/gspo": Row(),
@@ -95,7 +95,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "rewards/reward_model": Row(quick="killed"),
     "rewards/dpo": Row(),
     "rewards/majority": Row("--max-new-tokens 24"),
-    "rewards/likelihood": Row("--max-new-tokens 30 --epochs-per-step 2", quick="killed"),
+    "rewards/likelihood": Row("--max-new-tokens 30 --epochs-per-step 2"),
     "imitation/sft": Row(
         "--data chats.jsonl --model tiny --tokens-per-batch 130 --micro-batch-size 3",
         "killed divided two three",

@@ -206,6 +206,7 @@ def test_a_file_that_cannot_be_measured_gets_a_sentence(text, sentence, tmp_path
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_has_a_point_in_the_figure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("doctor.yardstick.__main__.POLICIES", 1)
     assert main(["docs/loss_ours.py", "--figure", str(tmp_path / "mine.png")]) == 0
