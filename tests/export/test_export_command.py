@@ -88,6 +88,7 @@ def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path, capsys):
     }
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_hub_model_is_kept(copied, export, tmp_path, monkeypatch):
     """The base is in the hub's cache, under its id."""
     from huggingface_hub import constants

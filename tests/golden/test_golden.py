@@ -89,9 +89,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
     "policy_gradients/cispo": Row(),
     # groups move to other processes than those that sampled them
     "policy_gradients/dapo": Row("--max-rounds 3 --prompts-per-step 4", quick="killed"),
-    "policy_gradients/ppo": Row(
-        "--steps 3 --critic-warmup 1 --gae-lambda 0.95", "killed divided two three sharded", quick="killed"
-    ),
+    "policy_gradients/ppo": Row("--steps 3 --critic-warmup 1 --gae-lambda 0.95", "killed divided two three sharded"),
     "rewards/reward_model": Row(quick="killed"),
     "rewards/dpo": Row(),
     "rewards/majority": Row("--max-new-tokens 24"),

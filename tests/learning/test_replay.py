@@ -64,6 +64,7 @@ LIKE_OTHERS |= {"majority"}  # with another reward: unit/test_majority.py
 LIKE_OTHERS |= {"world"}  # as in tool calling; its credits: unit/test_turn_credit.py
 LIKE_OTHERS |= {"critic"}  # as PPO; its rewards: unit/test_turn_credit.py
 LIKE_OTHERS |= {"self_distill"}  # as distillation, with another teacher
+LIKE_OTHERS |= {"likelihood", "engine"}  # with another reward: unit/test_likelihood.py; with another sampler: engine/
 CRITICS = {"ppo", "critic"}
 GIVEN = {"sft", "dpo", "reward_model"}  # rows that are not sampled
 # Returns that differ in every group: without them only rounding has a gradient, which AdamW enlarges

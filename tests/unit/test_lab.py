@@ -25,7 +25,7 @@ from viewer.results import read_runs
 
 from harness.data.order import all_prompts_of_step
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("node") is None, reason="needs node")]
 SMALL = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "steps": 1, "seed": 7}
 UPDATES = {"epochs_per_step": 2, "minibatch_size": 8, "kl_weight": 0.1}
 CLIPPED = UPDATES | {"clip_eps": 0.02}
