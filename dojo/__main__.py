@@ -183,9 +183,9 @@ def grade(folder: Path, console: Console) -> None:
         raise DojoError(f"{folder} has no folder of a student: it needs {folder}/NAME/{all_exercises()[0].place}/...")
     rows = [list(grades_of(student)) for student in students]
     names = [str(exercise.number) for exercise in all_exercises()]
-    table = Table(box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0))  # thirty columns in a line of 120
     for name in ("student", "right", *names):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     with (folder / "grades.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["student", "right", *names])
