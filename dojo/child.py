@@ -27,7 +27,7 @@ def main() -> None:
     answer, folder = map(Path, sys.argv[1:])
     calls = [Call(**call) for call in torch.load(folder / "calls.pt", weights_only=True)]
     torch.set_num_threads(1)
-    text = answer.read_text(encoding="utf-8")
+    text = answer.read_bytes()  # as Python reads it, also with a byte order mark
     for name, most in LIMITS.items():
         with contextlib.suppress(ValueError, OSError):  # not every system has every limit
             resource.setrlimit(getattr(resource, name), (most, most))

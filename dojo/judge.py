@@ -62,7 +62,7 @@ def judge(
     """Run the answer, and compare; `run` is `call_apart`, except in tests."""
     check = load(exercise.folder / "check.py")
     if exercise.kind == "predict":
-        return judge_prediction(check, answer.read_text(encoding="utf-8", errors="replace").strip().lower())
+        return judge_prediction(check, answer.read_text(encoding="utf-8-sig", errors="replace").strip().lower())
     returned = (run or call_apart)(answer, check.CALLS)
     if isinstance(returned, str):
         return Verdict(False, returned)

@@ -9,7 +9,7 @@ import pytest
 
 from dojo.__main__ import main
 from dojo.exercise import all_exercises, find_exercise
-from dojo.judge import Call, call_apart
+from dojo.judge import Call, call_apart, judge
 
 ANSWERS = Path(__file__).parent / "answers"
 GROUP, LATE = find_exercise(5), find_exercise(25)
@@ -122,6 +122,15 @@ def test_an_answer_may_not(code, refusal, tmp_path):
     answer.write_text(f"import os, socket\nfrom dojo.exercise import FOLDER\ndef f():\n    {code}\n")
     (result,) = call_apart(answer, [Call("f")])
     assert refusal in result["error"]
+
+
+def test_files_of_other_editors_are_read(tmp_path):
+    """A byte order mark and the line ends of Windows."""
+    answer, letter = tmp_path / "answer.py", tmp_path / "answer.txt"
+    answer.write_bytes(b"\xef\xbb\xbfdef f():\r\n    return 1.0\r\n")
+    letter.write_bytes(b"\xef\xbb\xbfC\r\n")
+    assert call_apart(answer, [Call("f")]) == [1.0]
+    assert judge(LATE, letter).is_right
 
 
 @pytest.mark.slow
