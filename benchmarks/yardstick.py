@@ -1,6 +1,6 @@
 """Estimators of the policy gradient beside the exact gradient, in a world that can be computed.
 
-    python benchmarks/yardstick.py            # everything: six minutes of one core
+    python benchmarks/yardstick.py            # everything: 13 minutes beside other work, on one thread
     python benchmarks/yardstick.py --draw     # the figure and the tables, from the committed data
 
 doctor/yardstick has the world and the comparison; docs/yardstick.md says what is found. The losses are those of the
