@@ -24,12 +24,12 @@ from harness.models.context import fixed_length
 from harness.models.pretrained import (
     check_finite,
     check_tokenizer,
-    count_parameters,
     find_end_of_turn_ids,
     is_reward_model,
     read_model,
     refuse_adapter,
     set_template,
+    tell_size,
     tokenizer_of,
 )
 from harness.processes.data_parallel import exclude_frozen
@@ -127,8 +127,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
             "the longest row of a batch, and sampling and training would disagree"
         )
     if is_trained:
-        total, trained = count_parameters(model).values()
-        say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+        tell_size(model)
     return policy
 
 

@@ -1,6 +1,7 @@
 """Read and check Hugging Face models and tokenizers; never runs a model's code, and never prompts the user."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from common.errors import UserError
 
 from harness.base.checks import read_template
 from harness.base.config import ModelConfig, shown
-from harness.base.terminal import clean_log
+from harness.base.terminal import clean_log, say
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 
@@ -142,6 +143,25 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
         sizes = [(weight.ds_numel, weight.requires_grad) for weight in model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
     return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}
+
+
+def tell_size(model: torch.nn.Module) -> None:
+    """Say how many parameters there are, how many are trained, and in which types they are stored."""
+    total, trained = count_parameters(model).values()
+    sentence = f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in {_dtypes(model, True)}"
+    if frozen := _dtypes(model, False):
+        sentence += f"; the others are in {frozen}"
+    say(sentence)
+
+
+def _dtypes(model: torch.nn.Module, is_trained: bool) -> str:
+    """The types of the trained or of the frozen weights, the most frequent one first."""
+    found = Counter()
+    for weight in model.parameters():
+        if weight.requires_grad == is_trained:
+            packed = {"Params4bit": "4 bits", "Int8Params": "8 bits"}.get(type(weight).__name__)
+            found[packed or str(weight.dtype).removeprefix("torch.")] += weight.numel()
+    return " and ".join(name for name, _ in found.most_common())
 
 
 def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

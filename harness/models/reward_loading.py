@@ -8,15 +8,14 @@ from fast.matmul import use_fast_products
 
 from harness.base.config import DTYPES, PolicyConfig, find_directory, shown
 from harness.base.hub import must_be_cached
-from harness.base.terminal import say
 from harness.models.pretrained import (
     check_finite,
-    count_parameters,
     find_end_of_turn_ids,
     is_reward_model,
     read_config,
     read_model,
     read_tokenizer,
+    tell_size,
     tokenizer_of,
 )
 
@@ -42,8 +41,7 @@ def new_reward_model(config: PolicyConfig) -> RewardModel:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         reward_model.gradient_checkpointing = True
-    total, trained = count_parameters(model).values()
-    say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+    tell_size(model)
     return reward_model
 
 

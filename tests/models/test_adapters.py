@@ -300,7 +300,7 @@ def test_llama_8b_has_the_published_number_of_lora_parameters():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_counted_whatever_holds_them(capsys, way):
-    """Tied weights count once, packed 4-bit weights individually."""
+    """Tied weights count once, packed 4-bit weights individually; with the type that each kind is stored in."""
     if "load_in" in WAYS[way]:
         pytest.importorskip("bitsandbytes")
     stored = sum(weight.numel() for weight in load_file(TINY_POLICY / "model.safetensors").values())
@@ -308,5 +308,8 @@ def test_parameters_are_counted_whatever_holds_them(capsys, way):
     adapters = sum(weight.numel() for name, weight in policy.named_parameters() if "lora_" in name)
     trained = adapters if WAYS[way] else stored
     assert count_parameters(policy.model) == {"parameters": stored + adapters, "trained_parameters": trained}
-    share = f"{100 * trained / (stored + adapters):.2f}%"
-    assert f"{trained:,} of {stored + adapters:,} parameters are trained ({share})\n" in capsys.readouterr().out
+    frozen = "4 bits and float32" if "load_in" in WAYS[way] else "float32"
+    share = f"({100 * trained / (stored + adapters):.2f}%), in float32" + f"; the others are in {frozen}" * bool(
+        WAYS[way]
+    )
+    assert f"{trained:,} of {stored + adapters:,} parameters are trained {share}\n" in capsys.readouterr().out
