@@ -61,14 +61,13 @@ TRAIN_DATA, EVAL_DATA = "openai/gsm8k:main", "openai/gsm8k:main:test"
 FIELDS = {"question": str, "answer": (str, int, float)}  # every row must have these
 REWARD_WEIGHTS = {"correct": 1.0, "strict_format": 0.0, "soft_format": 0.0, "integer_answer": 0.0, "length": 0.0}
 REWARD_WEIGHTS |= {"strict": 0.0, "flexible": 0.0}
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # the prompt names them, and the rewards read them
 SYSTEM_PROMPT = (
-    "Think step by step inside <think> and </think>, then give only the final answer, a number without unit, inside "
-    "<answer> and </answer>."
-)
+    "Think step by step inside {} and {}, then give only the final answer, a number without unit, inside {} and {}."
+).format(*TAGS)
 MAX_LENGTH = 2000  # characters; from there on `length` is 0
 MAX_ANSWER = 100  # characters; a longer text is not read as a number
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _STRICT = re.compile(r"<think>\s*+(?:[^<]|<(?!/?think>|/?answer>))++</think>\s*+<answer>[^<>]*+</answer>")
 _SIGN, _CURRENCY = r"(?:[-+\u2212] ?)?", r"(?:\\?\$ ?|[€£¥₹] ?)?"
 _NUMBER = re.compile(
@@ -101,7 +100,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
     return {
         "correct": float(number is not None and number == wanted),
         "strict_format": float(_STRICT.fullmatch(text.strip()) is not None),
-        "soft_format": sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS),
+        "soft_format": sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS),
         "integer_answer": float(number is not None and number.denominator == 1),
         "length": max(0.0, 1 - len(text) / MAX_LENGTH),
         **_as_in_verl(text, _gold_text(row).replace(",", "")),

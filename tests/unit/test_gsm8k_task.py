@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -27,6 +28,19 @@ def test_the_table_of_decisions_holds():
     for gold, answer, column in table:
         for row in ({"answer": gold}, {"answer": f"It is <<9*2=18>>18.\n#### {gold}"}):
             assert gsm8k.reward(row, tagged(answer))["correct"] == (column == 0), (gold, answer)
+
+
+def test_what_the_prompt_asks_for_is_what_the_rewards_pay_for(load_script):
+    """The prompt, the four rewards that read tags, and the worked examples of the notebook agree on the tags."""
+    assert re.findall("<[^>]+>", gsm8k.SYSTEM_PROMPT) == list(gsm8k.TAGS)
+    begin, end, answer, close = gsm8k.TAGS
+    paid = gsm8k.reward(ROW, f"{begin}48 + 24 = 72{end}{answer}72{close}")
+    assert [paid[name] for name in ("correct", "strict_format", "soft_format", "integer_answer")] == [1, 1, 1, 1]
+    examples = load_script("docs/notebooks/gsm8k_by_example.py").EXAMPLES
+    for text in examples.values():
+        assert gsm8k.reward(ROW, text)["strict_format"] == 1
+    for tag in gsm8k.TAGS:  # each is needed
+        assert gsm8k.reward(ROW, f"{begin}9{end}{answer}72{close}".replace(tag, ""))["strict_format"] == 0
 
 
 # Golds --------------------------------------------------------------------------------------------------------------
@@ -84,7 +98,7 @@ def test_a_row_whose_gold_is_no_number_is_refused(answer):
 # Numbers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", ["7", "1,", "1,234", " ", "$", "7/", "a", " a", "a7", "\n", "<", *gsm8k._TAGS])
+@pytest.mark.parametrize("piece", ["7", "1,", "1,234", " ", "$", "7/", "a", " a", "a7", "\n", "<", *gsm8k.TAGS])
 def test_long_texts_are_rewarded(piece):
     text = piece * 300_000
     for completion in (text, f"<think>{text}</think><answer>{text}</answer>"):

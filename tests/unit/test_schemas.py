@@ -57,17 +57,18 @@ def test_the_lines_that_convert_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     rows = [
-        {"Q": "2+2?", "A": "4", "prompt": [SYSTEM, USER], "completion": text, "label": text == "4"} for text in "45"
+        {"Q": "2+2?", "A": "4", "no": "5", "prompt": [SYSTEM, USER], "completion": text, "label": text == "4"}
+        for text in "45"
     ]
     for code in (first, second):
         Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         exec(code, known := {"datasets": datasets, "rows": rows})
+        pairs = list(read_rows("pairs.jsonl", dict.fromkeys(("prompt", "chosen", "rejected"), TURNS)))
+        assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [("4", "5")] * (2 if code is first else 1)
         rows = [row | {"prompt": "2+2?"} for row in rows]
     assert [row["question"] for row in known["rows"] if "question" in row] == []
     assert [row["question"] for row in read_rows("converted.jsonl", {"question": str})] == ["2+2?"] * 2
     assert [row["messages"][-1]["content"] for row in read_rows("good.jsonl", {"messages": list})] == ["4"]
-    (pair,) = read_rows("pairs.jsonl", dict.fromkeys(("prompt", "chosen", "rejected"), TURNS))
-    assert (pair["chosen"], pair["rejected"]) == ("4", "5")
 
 
 @pytest.mark.parametrize(("row", "wanted"), [
