@@ -124,6 +124,7 @@ def test_the_notebook_of_gsm8k_runs_from_top_to_bottom(load_script, four_layers,
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     printed = "\n".join(output.get("text") or str(output.get("data", {}).get("text/plain")) for output in outputs)
     assert "3 of 3 greedy answers" in printed
+    assert re.search(r"would be uploaded to owner/smollm2-gsm8k:\n(.*\n)*.*model.safetensors", printed)
     assert re.search(r"^1 to 2 ", printed, re.MULTILINE)  # the row of its two steps
     [exported] = tmp_path.glob("experiment_base/*/exported")
     assert load_file(exported / "model.safetensors").keys() == load_file(four_layers / "model.safetensors").keys()
