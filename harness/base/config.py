@@ -179,6 +179,7 @@ class PolicyConfig(ModelConfig):
     gpu_memory: OfRun[Annotated[float, Interval(gt=0, le=1024)] | None] = None
     # open the run's page in the browser, live while it trains; without a screen its address is only printed
     watch: OfRun[bool] = False
+    verbose: OfRun[bool] = False  # print all settings at the start, not only those that differ from the defaults
     # record this many steps, from the second on: trace.json.gz, which https://ui.perfetto.dev opens; 0: none
     profile: OfRun[CountOrZero] = 0
     # also log to Weights & Biases; without its package, a key or a network the run continues

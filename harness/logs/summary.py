@@ -98,6 +98,46 @@ def _styles(answers: list[Answer]) -> list[str]:
     return []
 
 
+def describe_gain(before: Evaluation, after: Evaluation, gain: dict[str, float]) -> str:
+    """One sentence: what has become of the accuracy, and why, if one part of the gain explains most of it.
+
+    A difference within two standard errors, of either accuracy, is none.
+
+    >>> then, now = ({"greedy/accuracy": g, "sampled/accuracy": s, "sampled/reasoned": r} for g, s, r in (
+    ...     (0.24, 0.4, 0.25), (0.98, 0.94, 0.99)
+    ... ))
+    >>> before, after = Evaluation(then, [None] * 256, []), Evaluation(now, [None] * 256, [])
+    >>> describe_gain(before, after, {"choice of style": 0.54, "better if reasoned": 0.0})
+    'Greedy accuracy rose from 24 % to 98 %: the share of answers that are reasoned rose from 25 % to 99 %.'
+    >>> describe_gain(before, before, {})
+    'Greedy accuracy is 24 % as before, as far as 256 questions can tell.'
+    """
+    names = ("greedy/accuracy", "sampled/accuracy")
+    old, new = ([side.metrics.get(name) for name in names] for side in (before, after))
+    if None in (old[0], new[0]):
+        return ""
+    number = len(after.greedy)
+    error = 2 * sum(p * (1 - p) / number for p in (old[0], new[0])) ** 0.5
+    if abs(new[0] - old[0]) <= error:
+        change = f"{old[0]:.0%} before and {new[0]:.0%} now" if old[0] != new[0] else f"{new[0]:.0%} as before"
+        return f"Greedy accuracy is {change}, as far as {number} questions can tell.".replace("%", " %")
+    sentence = f"Greedy accuracy {'rose' if new[0] > old[0] else 'fell'} from {old[0]:.0%} to {new[0]:.0%}"
+    part, most = max(gain.items(), key=lambda item: abs(item[1]), default=("", 0.0))
+    total = 0.0 if None in (old[1], new[1]) else new[1] - old[1]
+    if most * total > 0 and abs(most) >= abs(total) * 2 / 3 and (most > 0) == (new[0] > old[0]):
+        if part == "choice of style":
+            styles = [f"sampled/{name.removeprefix('better if ')}" for name in gain if name != part]
+            shares = {name: [side.metrics.get(name, 0.0) for side in (before, after)] for name in styles}
+            style, (then, now) = max(shares.items(), key=lambda item: item[1][1] - item[1][0])
+            sentence += (
+                f": the share of answers that are {style.removeprefix('sampled/')} rose from {then:.0%} to {now:.0%}"
+            )
+        else:
+            style = part.removeprefix("better if ")
+            sentence += f": answers that are {style} are right {'more' if most > 0 else 'less'} often"
+    return sentence.replace("%", " %") + "."
+
+
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:
     """Print held-out figures before and after, three questions answered before and after, and where to look next."""
     from rich.console import Console
@@ -117,6 +157,8 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
             cells = ["-" if value is None else f"{value:.3f}" for value in values]
             if name in SHOWN or "accuracy" in name or cells[0] != cells[1]:  # unchanged others are not interesting
                 table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
+    if sentence := describe_gain(before, after, gain):
+        say(printable(sentence, 400) + "\n")
     console.print(table)
     if any(gain.values()):
         say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()))

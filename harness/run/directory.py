@@ -11,11 +11,11 @@ from common.errors import UserError
 from common.parallel import world_size
 
 from harness.base import ranks
-from harness.base.config import Group, PolicyConfig, shown
+from harness.base.config import PolicyConfig, shown
 from harness.base.flags import flag, group_fields
 from harness.base.machine import describe_machine
 from harness.base.places import current_name, train_file
-from harness.base.terminal import say
+from harness.base.terminal import printable, say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
     MAY_CHANGE,
@@ -31,6 +31,19 @@ from harness.run.settings import (
 from harness.task.task import Task
 
 LOCK = ".lock"  # the operating system releases it when the process ends, for whatever reason
+SAID = (
+    "model",
+    "device",
+    "dtype",
+    "threads",
+    "seed",
+    "task",
+    "steps",
+    "prompts_per_step",
+    "pairs_per_step",
+    "group_size",
+)
+NOT_SAID = (*SAID, "name", "runs_dir", "verbose")  # what `introduce` says in words, or need not say
 BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # files that a kill can leave before a run begins
 
 
@@ -82,17 +95,37 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
             raise
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    num_processes = machine.get("processes", 1)
-    say(f"settings of {num_processes} processes:" if num_processes > 1 else "settings:")
-    has_judge = any(getattr(config, name, None) for name in ("reward_model", "reward_model_url", "judge"))
-    for group, fields in group_fields(config).items():
-        if group == Group.JUDGE.value and not has_judge:
-            continue
-        values = [(field.name, getattr(config, field.name), field.default) for field in fields]
-        shown = [f"{name}={value}" for name, value, default in values if value or (default and value != default)]
-        if shown:
-            say(f"  {group:15}" + "  ".join(shown))
+    introduce(directory, config, machine.get("processes", 1))
     return RunDirectory(directory, lock, machine)
+
+
+def introduce(directory: Path, config: PolicyConfig, num_processes: int) -> None:
+    """Say what the run does, on what and for how long, and which settings are not the defaults; or all of them."""
+    settings = read_settings(directory)
+    say(printable(settings["about"] or settings["experiment"], 200))
+    threads = "1 thread" if config.threads == 1 else f"{config.threads} threads"
+    words = [f"policy {shown(config.model)} on {config.device} ({threads}, {config.dtype})", f"seed {config.seed}"]
+    words += [f"task {shown(config.task)}"] if hasattr(config, "task") else []
+    words += [f"{num_processes} processes"] if num_processes > 1 else []
+    if hasattr(config, "steps"):
+        counted = (("prompts_per_step", "questions"), ("pairs_per_step", "pairs"), ("group_size", "completions each"))
+        each = [f"{getattr(config, name)} {what}" for name, what in counted if hasattr(config, name)]
+        words += [f"{config.steps} step{'s' * (config.steps != 1)}{' of ' * bool(each)}{', '.join(each)}"]
+    say(printable("; ".join(words), 400))
+    if not config.verbose:
+        changed = [f"{name}={_brief(getattr(config, name))}" for name in settings["changed"] if name not in NOT_SAID]
+        say(f"settings: {'  '.join(changed) or 'the defaults'}  (--verbose shows all)")
+        return
+    say("settings:")
+    for group, fields in group_fields(config).items():
+        values = [(field.name, getattr(config, field.name), field.default) for field in fields]
+        if listed := [f"{name}={value}" for name, value, default in values if value or (default and value != default)]:
+            say(f"  {group:15}" + "  ".join(listed))
+
+
+def _brief(value: object) -> str:
+    text = shown(value) if isinstance(value, str) else " ".join(value) if isinstance(value, tuple) else str(value)
+    return printable(text, 60)
 
 
 def _is_new(directory: Path) -> bool:

@@ -58,7 +58,16 @@ AN_ADAPTER = (
 )
 # Flags that act before any algorithm, or need a server, a package or a run that was stopped
 ELSEWHERE = {"load_in", "wandb", "wandb_project", "wandb_group", "profile", "config", "resume", "estimate", "gpus"}
-ELSEWHERE |= {"gpu_memory", "eval_suite", "optimizer", "watch", "reward_model", "reward_model_url", "answer_begins"}
+ELSEWHERE |= {
+    "gpu_memory",
+    "eval_suite",
+    "optimizer",
+    "watch",
+    "verbose",
+    "reward_model",
+    "reward_model_url",
+    "answer_begins",
+}
 ELSEWHERE |= {"strict", "no_answer_penalty", "stop_when", "judge", "judge_model", "judge_url", "stop"}
 RUNS = [(ALL_WEIGHTS, sibling) for sibling in AS_THE_PARENT]
 RUNS += [(AN_ADAPTER, sibling) for sibling in ("experiment_accelerate_ddp", "experiment_multiturn_qa")]

@@ -218,7 +218,7 @@ def gain(style: str) -> tuple[Evaluation, Evaluation]:
 
 
 def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
-    config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
+    config = Settings(eval_prompts=1, dtype="float32", threads=1, device="cpu", runs_dir=str(tmp_path), name="mine")
     before, after = gain("reasoned")
     with start_run(config, load_task(config)) as run:
         run.log_before(before)
@@ -227,7 +227,14 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert (summary["before"], summary["after"]) == (before.metrics, after.metrics)
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}
-    printed = capsys.readouterr().out
-    assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert first == __doc__.partition("\n")[0]
+    assert second == "policy tiny on cpu (1 thread, float32); seed 0; task arithmetic; 1 step"
+    assert re.fullmatch(r"settings: .*\beval_prompts=1 .*  \(--verbose shows all\)", third)
+    assert "runs_dir" not in third  # said elsewhere
+    with start_run(dataclasses.replace(config, verbose=True, name="other"), load_task(config)):
+        printed = capsys.readouterr().out
+    assert re.search(
+        r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed, re.MULTILINE
+    )
     assert "lora_rank" not in printed  # off by default
-    assert "no_answer_penalty" not in printed  # there is no reward model
