@@ -40,7 +40,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from harness.base.config import Count, CountOrZero, GroupSize, NotNegative, Positive, RunConfig, Share, ZeroToOne
+from harness.base.config import Count, CountOrZero, NotNegative, Positive, RunConfig, Share, ZeroToOne
 from harness.cli.parse import parse_config
 from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
@@ -55,7 +55,7 @@ from harness.task.task import Task, load_task
 class Config(RunConfig):
     steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
-    group_size: GroupSize = 8  # G: completions per question
+    group_size: Count = 8  # G: completions per question
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
     temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
