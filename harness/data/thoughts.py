@@ -99,6 +99,8 @@ def _read_longcot(given: str, path: Path) -> ThoughtFormat | None:
     if not fields["longcot"]:
         return None
     thought_ends, answer_ends, thought_begins = (fields.get(name) or "" for name in LONGCOT_TEXTS)
+    if thought_ends == "<response>":
+        answer_ends = answer_ends or "</response>"  # RLMT's prompted models do not name it, its reward worker adds it
     return ThoughtFormat(thought_begins.strip(), thought_ends, answer_ends=answer_ends)  # some markers end with "\n"
 
 

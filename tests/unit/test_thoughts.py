@@ -92,8 +92,13 @@ def write_config(folder: Path, **values: object) -> Path:
             ThoughtFormat("", "<response>", answer_ends="</response>"),
             "a<response>b",  # its end may be what stopped the sampling
         ),
+        (
+            {"longcot_delimiter": "<response>", "end_delimiter": None, "start_think_marker": "<think>"},
+            ThoughtFormat("<think>", "<response>", answer_ends="</response>"),
+            "<think> a </think> <response> b </response>",
+        ),
     ],
-    ids=["think", "reserved", "response"],
+    ids=["think", "reserved", "response", "prompted"],
 )
 def test_the_tags_of_a_model_with_long_thoughts(tmp_path, values, tags, text):
     write_config(tmp_path, longcot=True, **values)
