@@ -18,8 +18,11 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoTokenizer
 
 from common.chat import begin_completions, decode, encode_prompt
+from common.chat_template import apply_template
+from common.stop_texts import ends_turn
 from tasks import countdown
 
+from harness.data.thoughts import answer_of, read_format
 from harness.run.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +212,53 @@ def test_a_base_model_is_asked_in_plain_text(models, started_by):
     )
     answer = tokenizer.encode("5-3 </think><answer>5-3</answer>", add_special_tokens=False)
     assert countdown.reward({"nums": [3, 5], "target": 2}, decode(tokenizer, answer))["correct"] == 1
+
+
+PROMPTED = {  # the bytes that the published models were trained with
+    "think": "A conversation between User and Assistant. Following the User's query, the Assistant first plans a "
+    "response, and then provides the response. The internal reasoning process is enclosed within <think> </think> tags "
+    "and the response is enclosed within <response> </response> tags, i.e., in the format <think> reasoning process "
+    "here </think> <response> response here </response>.\n\n",
+    "nothink": "A conversation between User and Assistant. The user asks a question, and the assistant provides a "
+    "response. The response is enclosed within <response> </response> tags, i.e., <response> response </response>.\n\n",
+}
+
+
+@pytest.mark.parametrize("thoughts", PROMPTED)
+@pytest.mark.parametrize(("name", "begins"), [("llama", "<|begin|>"), ("qwen2", "")])
+def test_a_prompted_base_model_is_asked_in_the_published_bytes(models, thoughts, name, begins):
+    tokenizer = AutoTokenizer.from_pretrained(models / name)
+    tokenizer.bos_token = begins or None  # Qwen2's has none
+    tokenizer.chat_template = (ROOT / f"recipes/prompted_{thoughts}.jinja").read_text(encoding="utf-8")
+    turns = [("user", " Hi\n\nthere \n"), ("assistant", "<response> Hello </response>\n"), ("user", "Bye")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    prompt = f"{begins}{PROMPTED[thoughts]}User: <query>Hi\n\nthere</query>\n"
+    assert tokenizer.decode(encode_prompt(tokenizer, messages[:1])) == f"{prompt}Assistant:"
+    whole = f"{prompt}Assistant: <response> Hello </response>User: <query>Bye</query>\n"
+    assert tokenizer.decode(encode_prompt(tokenizer, messages)) == f"{whole}Assistant:"
+    assert apply_template(tokenizer, messages, add_generation_prompt=False) == whole
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "answer", "strictly"),
+    [
+        (" <think>a</think> <response>b</response>\nUser:", " <think>a</think> <response>b</response>", "b", "b"),
+        (" <response> b </response>c", " <response> b </response>", "b", "b"),
+        (" <response>b</response>!c", " <response>b</response>!", "b", None),  # ">!" is one token
+        (" <think>a</think> <response>b", None, "b", "b"),  # cut off
+        (" <think>a</think> b", None, None, None),
+        (" <think><response>b</response>", None, "b", "b"),
+        (" b", None, "b", None),
+    ],
+)
+def test_the_judge_sees_the_response_of_a_prompted_base_model(models, said, text, answer, strictly):
+    tokenizer = AutoTokenizer.from_pretrained(models / "qwen2")
+    tokenizer.add_tokens([">!"])
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    end = next((n for n in range(1, len(ids)) if ends_turn(tokenizer, ids[:n], ["</response>"])), len(ids))
+    completion, tags = decode(tokenizer, ids[:end]), read_format(str(ROOT / "recipes/longcot_config.json"))
+    assert completion == (text or said)
+    assert (answer_of(completion, tags), answer_of(completion, tags, strict=True)) == (answer, strictly)
 
 
 def test_the_questions_of_chosen_levels_are_written(load_script, tmp_path, monkeypatch, capsys):
