@@ -52,6 +52,7 @@ for name, hidden, inner, layers, heads, kv_heads in (
     ("Qwen/Qwen2.5-Math-1.5B", 1536, 8960, 28, 12, 2),
     ("Qwen/Qwen2.5-3B-Instruct", 2048, 11008, 36, 16, 2),
     ("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2),
+    ("Qwen/Qwen2.5-7B", 3584, 18944, 28, 28, 4),
     ("Qwen/Qwen2.5-7B-Instruct", 3584, 18944, 28, 28, 4),
     ("Qwen/Qwen2.5-14B-Instruct", 5120, 13824, 48, 40, 8),
 ):
@@ -64,7 +65,8 @@ EIGHT_BILLION = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
-SHAPES |= dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "Skywork/Skywork-Reward-V2-Llama-3.1-8B"), EIGHT_BILLION)
+LLAMAS = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2")
+SHAPES |= dict.fromkeys(LLAMAS, EIGHT_BILLION)
 IN_THE_TABLE = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct")
 SETTINGS = {  # from the commands in docs/real_models.md
     "full": (),
@@ -72,7 +74,8 @@ SETTINGS = {  # from the commands in docs/real_models.md
     "LoRA": LORA,
     "4-bit and LoRA": (*LORA, "--load-in", "4bit", "--generation-batch-size", "64"),
 }
-OTHER_SIZES = {  # recipes with another model: the flags after their names
+CHAT = "think_and_chat"  # a recipe that needs words
+OTHER_SIZES = {  # recipes with their words, and the flags after them
     "qwen2.5_1.5b_full": ("gsm8k_qwen2.5_0.5b_full", "--model Qwen/Qwen2.5-1.5B-Instruct"),
     "qwen2.5_3b_full": (
         "gsm8k_qwen2.5_0.5b_full",
@@ -83,6 +86,11 @@ OTHER_SIZES = {  # recipes with another model: the flags after their names
         "--model Qwen/Qwen2.5-3B-Instruct --kl-weight 0 --generation-batch-size 64 --optimizer adamw_8bit",
     ),
     "qwen2.5_14b_lora": ("gsm8k_qwen2.5_7b_lora", "--model Qwen/Qwen2.5-14B-Instruct"),
+    "chat_llama_grpo": (f"{CHAT} llama_base zero think grpo", ""),
+    "chat_llama_grpo_no_kl": (f"{CHAT} llama_base zero think grpo", "--kl-weight 0 --generation-batch-size 8"),
+    "chat_llama_ppo": (f"{CHAT} llama_base warm think ppo", "--model meta-llama/Llama-3.1-8B"),
+    "chat_qwen_grpo": (f"{CHAT} qwen_base zero think grpo", ""),
+    "chat_qwen_grpo_no_kl": (f"{CHAT} qwen_base zero think grpo", "--kl-weight 0 --generation-batch-size 8"),
 }
 ON_CARDS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct")
 ON_CARDS += ("meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
@@ -94,7 +102,7 @@ METHODS = {
 }
 CARDS, CARD = 8, 80  # GPUs, and GB of each
 PROMPT = 128  # tokens, in the tables
-PROMPT_OF_RECIPES = 256
+PROMPT_OF_RECIPES, PROMPT_OF_CHAT = 256, 1024
 PROMPT_OF_CHECK = 27  # the longest of the bundled questions
 
 
@@ -192,10 +200,12 @@ def print_recipes() -> None:
         python = Path(directory) / "python"
         python.write_text(recorder, encoding="utf-8")
         python.chmod(0o755)
-        runs = {recipe.stem: (recipe.stem, "") for recipe in sorted((ROOT / "recipes").glob("*_*.sh"))} | OTHER_SIZES
+        recipes = [path.stem for path in sorted((ROOT / "recipes").glob("*_*.sh")) if path.stem != CHAT]
+        runs = {recipe: (recipe, "") for recipe in recipes} | OTHER_SIZES
         for title, (recipe, more) in runs.items():
+            recipe, *words = recipe.split()
             environment = os.environ | {"PYTHON": str(python)}
-            command = ["bash", f"{ROOT}/recipes/{recipe}.sh", "--", *more.split()]
+            command = ["bash", f"{ROOT}/recipes/{recipe}.sh", *words, "--", *more.split()]
             given = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             script, *flags = json.loads(given.stdout.splitlines()[-1])  # a recipe can prepare something first
             while flags.count("--model") > 1:  # the last one counts
@@ -206,11 +216,11 @@ def print_recipes() -> None:
                 continue
             flags = [*flags[:place], *flags[place + 2 :], "--dtype", "bfloat16", "--device", "cpu"]
             model = write_model(Path(directory) / "models" / name, SHAPES[name])
-            script, launch = str(Path(script).relative_to(ROOT)), ("one", 1)
+            script, setting = str(Path(script).relative_to(ROOT)), (PROMPT_OF_RECIPES, "one", 1)
             if "--reward-model" in flags:
-                place, launch = flags.index("--reward-model") + 1, ("fsdp2", 8)
+                place, setting = flags.index("--reward-model") + 1, (PROMPT_OF_CHAT, "fsdp2", CARDS)
                 flags[place] = str(write_model(Path(directory) / "models" / flags[place], SHAPES[flags[place]]))
-            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, *launch, script=script, device="cuda")
+            found = estimate(model, tuple(flags), *setting, script=script, device="cuda")
             estimates[title] = {"model": name, "flags": flags} | found
             print(f"{title}: {found['peak'] / 1e9:.1f} GB", flush=True)
     _store("recipes", estimates)

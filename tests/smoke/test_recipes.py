@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,15 @@ from harness.data.thoughts import answer_of, read_format
 from harness.run.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name != "common.sh")
+CHAT = "think_and_chat.sh"  # a recipe of fourteen runs
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name not in ("common.sh", CHAT))
+README = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+CHATS = {  # the rows of README's table, by the words of each run
+    words: line.strip("| ").split(" | ")
+    for line in README.splitlines()
+    for words in re.findall(r"`(\w+ (?:warm|zero) \w+ (?:grpo|ppo))`", line.partition(" | ")[0])
+    if line.startswith("| ")
+}
 BASE, ACCELERATE = "experiment_base/train.py", "experiment_accelerate/train.py"
 NOTE_ARGUMENTS = '#!/bin/sh\nprintf "%s\\0" "$@" >"$ARGUMENTS"\n'
 SHORT = (
@@ -35,6 +44,7 @@ SHORT = (
 )
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+each_chat = pytest.mark.parametrize("words", CHATS, ids=lambda words: words.replace(" ", "-"))
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +90,6 @@ def started_by(tmp_path) -> Callable[..., list[str]]:
 def small(recipe: Path, models: Path) -> list[str]:
     """Flags that make a recipe short: a model of its architecture, and rows of its task."""
     task = recipe.stem.partition("_")[0]
-    if task == "prompts":
-        pairs = str(ROOT / "data/preference_pairs_heldout.jsonl")
-        return ["--model", str(models / "llama"), "--reward-model", str(models / "judge"), "--data", pairs, *SHORT]
     rows = str(ROOT / ("data/instructions_short.jsonl" if task == "instructions" else f"tests/data/{task}.jsonl"))
     model = str(models / ("qwen2" if "qwen2" in recipe.stem else "llama"))
     minibatch = ("--minibatch-size", "2") if "--minibatch-size" in recipe.read_text(encoding="utf-8") else ()
@@ -107,13 +114,53 @@ def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, 
     metrics, summary = read_metrics(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
     assert len([entry for entry in metrics if "loss/grad_norm" in entry and "reward/total" in entry]) == 2
-    assert (summary["trained_parameters"] == summary["parameters"]) == recipe.stem.endswith(
-        ("full", "drgrpo", "135m", "reward_model")
-    )
+    assert (summary["trained_parameters"] == summary["parameters"]) == recipe.stem.endswith(("full", "drgrpo", "135m"))
     settings = read_settings(run)
     assert settings["task"] == recipe.stem.partition("_")[0]
     assert settings["gradient_checkpointing"] == ("smollm2" not in recipe.stem)
     assert settings["load_in"] == ("4bit" if "4bit" in recipe.stem else None)
+
+
+@each_chat
+def test_a_chat_has_the_settings_of_the_table(words, started_by):
+    script, *given = started_by(CHAT, *words.split())
+    model, start, thoughts, method = words.split()
+    title, *cells = CHATS[words]
+    flags = dict(pairwise(given))
+    prompts, group = flags["--prompts-per-step"], flags["--group-size"]
+    rows = flags.get("--minibatch-size", str(int(prompts) * int(group)))
+    sampling = f"{flags['--temperature']}, {flags['--top-p']}"
+    found = [flags["--steps"], f"{prompts} x {group}", rows, flags["--lr"], flags["--kl-weight"], sampling]
+    assert [*found, flags["--max-question-length"]] == cells
+    assert script == str(ROOT / ("policy_gradients/ppo/train.py" if method == "ppo" else BASE))
+    assert [name for name in ("--strict", "--value-clip") if name in given] == re.findall(r"`(--[\w-]+)", title)
+    tags = str(ROOT / "recipes/longcot_config.json") if start == "zero" else "</think>"
+    assert flags.get("--answer-begins") == (tags if (start, thoughts) != ("warm", "nothink") else None)
+    template = str(ROOT / f"recipes/prompted_{thoughts}.jinja")
+    stops = (template, "</response>") if start == "zero" else (None, None)
+    assert (flags.get("--chat-template"), flags.get("--stop")) == stops
+    ids = {"llama_base": "meta-llama/Llama-3.1-8B", "qwen_base": "Qwen/Qwen2.5-7B"}
+    assert flags["--model"] == (ids[model] if start == "zero" else f"warm_{model}_{thoughts}")
+
+
+@pytest.mark.slow
+@each_chat
+def test_a_chat_trains_for_two_steps(words, load_script, started_by, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs, group = str(ROOT / "data/preference_pairs_heldout.jsonl"), "1" if words.endswith("ppo") else "2"
+    model, judge = models / ("qwen2" if "qwen" in words else "llama"), models / "judge"
+    given = ["--model", str(model), "--reward-model", str(judge), "--data", pairs, "--eval-data", pairs]
+    given += [*SHORT, "--group-size", group]
+    given += ["--minibatch-size", "2"] if CHATS[words][2].startswith("128") else []
+    script, *argv = started_by(CHAT, *words.split(), "--", *given)
+    load_script(str(Path(script).relative_to(ROOT))).main(argv)
+    run = tmp_path / "runs" / Path(script).parent.name / "x"
+    steps = [entry for entry in read_metrics(run) if "loss/total" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert all("reward/preference" in entry for entry in steps)
+    assert ("loss/kl" in steps[-1], "critic/value" in steps[-1]) == (group == "2", group == "1")
+    chosen = read_settings(run)["chat_template"]
+    assert (chosen is not None) == ("zero" in words)
 
 
 @pytest.mark.slow
@@ -156,6 +203,25 @@ def test_words_that_start_nothing_are_refused(words, environment, sentence):
     result = call("gsm8k_qwen2.5_0.5b_full.sh", *words, **environment)
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch(rf"error: {sentence}\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("", "llama_base", "llama_base zero think ppo", "qwen_base warm think ppo", "qwen_instruct zero think grpo"),
+        *("llama_base cold think grpo", "llama_base zero think grpo2", "--steps 5", "a[$(id)] zero think \x1b[31m"),
+    ],
+)
+def test_words_that_name_none_of_the_chats_are_refused(words):
+    result = call(CHAT, *words.split(), "--steps", "5")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"error: [ -~]+: give llama_base or qwen_base and .*\n", result.stderr)
+
+
+def test_a_launcher_follows_the_words_of_a_chat(started_by, tmp_path):
+    launcher = (str(tmp_path / "python"), "-x", "--")
+    words = started_by(CHAT, "llama_base", "zero", "think", "grpo", *launcher, "--steps", "5")
+    assert (words[:2], words[-2:]) == (["-x", str(ROOT / BASE)], ["--steps", "5"])
 
 
 @pytest.mark.parametrize(
