@@ -49,7 +49,7 @@ from harness.base.ranks import num_launched
 from harness.base.signals import signals_to
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
-from harness.data.benchmarks import SUITES
+from harness.data.benchmarks import SUITES, Read
 from harness.evaluation.comparison import show_comparison
 from harness.evaluation.session import default_directory, evaluate, locked
 from harness.evaluation.suite import parts, summary
@@ -107,8 +107,8 @@ def main(argv: list[str] | None = None) -> None:
         (evaluate_one if config.suite is None else evaluate_suite)(config, directory, load)
 
 
-def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
-    results = evaluate(config, directory, load)
+def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy], read: Read | None = None) -> None:
+    results = evaluate(config, directory, load, read)
     print_table(f"{shown(config.model)}: {results['num_questions']} questions of {shown(results['asked'])}", results)
     if "comparison" in results:
         show_comparison(results["comparison"])
@@ -121,12 +121,12 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
     table."""
     results, benchmarks = {}, parts(config, directory)
     if len(benchmarks) == 1:
-        evaluate_one(benchmarks[0].config, directory, load)
+        evaluate_one(benchmarks[0].config, directory, load, benchmarks[0].read)
         return
     with locked(directory):
         for part in benchmarks:
             say(f"{part.title}: {shown(part.config.data)}")
-            results[part.title] = evaluate(part.config, part.directory, load, part.renamed)
+            results[part.title] = evaluate(part.config, part.directory, load, part.read)
         columns = summary(results)
         table = json.dumps({"suite": config.suite, "table": columns}, indent=1)
         replace_file(directory / "results.json", (table + "\n").encode())

@@ -24,6 +24,7 @@ from harness.base.files import NO_SPACE, finite, replace_file
 from harness.base.hub import find_test_split, is_hub_source
 from harness.base.machine import describe_machine
 from harness.base.terminal import completions_bar, printable, say
+from harness.data.benchmarks import Read
 from harness.data.rows import Row
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
@@ -32,23 +33,21 @@ from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.task.named_task import task_of
-from harness.task.questions import filter_rows, load_rows, read_renamed
+from harness.task.questions import filter_rows, load_rows, read_published
 from harness.task.scorer import Scorer
 from harness.task.task import Task, check_context
 
 FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
 
 
-def evaluate(
-    config: ModelConfig, directory: Path, load: Callable[[], Policy], renamed: dict[str, str] | None = None
-) -> dict:
+def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], read: Read | None = None) -> dict:
     """Ask all questions, or the remaining ones, and write results.json and failures.txt; returns the results.
 
     Args:
         load: returns the policy; not called if no questions remain.
-        renamed: fields of the data, and the task's names for them.
+        read: brings rows of a benchmark to the form of the task.
     """
-    task = load_questions(config, renamed or {})
+    task = load_questions(config, read)
     other = None
     if config.compare is not None:
         other = read_results(config.compare, list(map(content_of, task.eval_rows)))
@@ -108,8 +107,8 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
 # The questions -------------------------------------------------------------------------------------------------------
 
 
-def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
-    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: the task's names for fields."""
+def load_questions(config: ModelConfig, read: Read | None = None) -> Task:
+    """The task of an evaluation, with its questions as `eval_rows`, which `read` brings to the task's form."""
     file = task_of(config.task)
     if "correct" not in file.weights:
         problem = f"has no reward component 'correct' (it has {', '.join(file.weights)})"
@@ -123,8 +122,8 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
         say(f"the questions are from {test_split} (--data names another split)")
         source = test_split
     filters = (config.at_most, config.max_question_length)
-    if renamed:
-        rows = filter_rows(read_renamed(source, file, renamed), source, file, *filters)
+    if read is not None:
+        rows = filter_rows(read_published(source, file, read), source, file, *filters)
     else:
         rows = load_rows(source, file, *filters, split="eval")
     sources = {"data": source, "eval_data": None, "task": file.path}

@@ -8,7 +8,7 @@ from common.errors import UserError
 
 from harness.base.checks import local_path
 from harness.base.config import ModelConfig
-from harness.data.benchmarks import SUITES
+from harness.data.benchmarks import SUITES, Read
 from harness.evaluation.figures import average
 
 
@@ -18,7 +18,7 @@ class Part(NamedTuple):
     title: str
     config: ModelConfig
     directory: Path
-    renamed: dict[str, str]
+    read: Read | None
 
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
@@ -30,15 +30,15 @@ def parts(config: ModelConfig, directory: Path) -> list[Part]:
         names = ", ".join(f"{name}.jsonl" for name in benchmarks)
         raise UserError(f"--data {config.data}: with --suite this is a directory that holds {names}")
     for name, benchmark in benchmarks.items():
-        source, renamed, inside = benchmark.hub, dict(benchmark.renamed), "" if is_single else name
+        source, inside = benchmark.hub, "" if is_single else name
         if folder is not None:
             file = folder if folder.is_file() else folder / f"{name}.jsonl"
-            source, renamed = str(file.absolute()), {}
+            source = str(file.absolute())
             if not file.is_file():
                 raise UserError(f"--data {config.data} has no file {name}.jsonl, which --suite {config.suite} needs")
         compare = None if config.compare is None else str(Path(config.compare).expanduser() / inside)
         own = dataclasses.replace(config, data=source, compare=compare, output=str(directory / inside))
-        found.append(Part(benchmark.title, own, directory / inside, renamed))
+        found.append(Part(benchmark.title, own, directory / inside, benchmark.read))
     return found
 
 

@@ -7,6 +7,7 @@ from common.errors import UserError
 from harness.base.checks import parse_numbers
 from harness.base.config import shown
 from harness.base.terminal import say
+from harness.data.benchmarks import Read
 from harness.data.data import find_test_data, read_rows
 from harness.data.rows import FieldsError, Row
 from harness.data.schemas import read_as
@@ -89,14 +90,23 @@ def _number(row: Row, field: str) -> float:
     raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
 
 
-def read_renamed(source: str, file: TaskFile, renamed: dict[str, str]) -> list[Row]:
-    """All rows of a source, with their questions; `renamed`: fields of the data, and the task's names for them."""
-    rows = read_rows(source, {})
+def read_published(source: str, file: TaskFile, read: Read | None) -> list[Row]:
+    """The rows of a source that are asked, with their questions; `read` brings them to the form of the task."""
+    found = read_rows(source, {})
+    rows = found if read is None else [row for row in found if _is_asked(row, read)]
+    if not rows:
+        raise UserError(f"{shown(source)}: all answers are faulty or hidden: docs/evaluate.md names a source")
+    if len(rows) < len(found):
+        say(f"{shown(source)}: {len(found) - len(rows)} of {len(found)} rows are left out: faulty or hidden answers")
     for row in rows:
-        for published, name in renamed.items():
-            if published in row:
-                row[name] = row.pop(published)
         if (problem := read_as(row, file.fields, not file.is_bundled)[0]) is not None:
             raise FieldsError(row, problem)
         row.question = file.question(row)
     return rows
+
+
+def _is_asked(row: Row, read: Read) -> bool:
+    try:
+        return read(row)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise FieldsError(row, f"not a row as it is published ({type(error).__name__}: {error})") from error

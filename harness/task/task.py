@@ -14,6 +14,7 @@ from common.trajectory import Trajectory
 from harness.base.checks import parse_sources
 from harness.base.config import AskedConfig, ModelConfig, RunConfig, shown
 from harness.base.terminal import say
+from harness.data.benchmarks import SUITES, Read
 from harness.data.order import hold_out, num_steps
 from harness.data.rows import Row
 from harness.models.context import check_prompts, context_length, longest_prompt
@@ -81,7 +82,7 @@ def load_task(
     `--data`, chosen by `--seed`, are held out. A task that defines `rows(split)` makes both without `--data`.
     """
     # here as below, not at the top: `--help` need not wait for them
-    from harness.task.questions import find_sources, load_rows, read_renamed, source_name
+    from harness.task.questions import find_sources, load_rows, read_published, source_name
     from harness.task.row_checks import check_votes, shared_questions, try_solutions
 
     scorer = load_scorer(config, more_weights)
@@ -114,8 +115,8 @@ def load_task(
         say(f"{file}: {note}", sys.stderr)
     task = Task(scorer, train_rows, eval_rows, tools=tools)
     task.sources = {"data": source, "eval_data": eval_source, "task": file.path}
-    for name, (set_source, renamed) in _find_sets(config).items():
-        rows = read_renamed(set_source, file, renamed)[: config.eval_prompts]
+    for name, (set_source, read) in _find_sets(config).items():
+        rows = read_published(set_source, file, read)[: config.eval_prompts]
         if known := sum(map(len, shared_questions(train_rows, rows))):
             say(f"{known} of the {len(rows)} questions of {name} are training questions as well")
         try_solutions(scorer, rows)
@@ -155,17 +156,15 @@ def load_held_out_task(config: AskedConfig) -> Task:
     return task
 
 
-def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
-    """The sources of the further held-out questions by their names, with the task's names for their fields."""
-    sets = {name: (source, {}) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
+def _find_sets(config: RunConfig) -> dict[str, tuple[str, Read | None]]:
+    """The sources of the further held-out questions by their names, with what brings rows to the task's form."""
+    sets = {name: (source, None) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
     if config.eval_suite is None:
         return sets
-    from harness.data.benchmarks import SUITES
-
     task, benchmarks = SUITES[config.eval_suite]
     if config.task != task:
         raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")
-    return {name: (found.hub, dict(found.renamed)) for name, found in benchmarks.items()} | sets
+    return {name: (found.hub, found.read) for name, found in benchmarks.items()} | sets
 
 
 # Whether the context has room -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tasks.arithmetic import FIELDS as REQUIRED
 
 from harness.base.config import RunConfig
 from harness.base.hub import _load
-from harness.data.benchmarks import SUITES, Benchmark
+from harness.data.benchmarks import SUITES, Benchmark, renamed
 from harness.data.data import read_rows
 from harness.data.order import prompts_of_step
 from harness.evaluation.held_out import evaluate_held_out
@@ -70,7 +70,7 @@ def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
     asked = write({"question": "4+4?", "ground_truth": "8"}, name="asked.jsonl")
     benchmarks = {
         "amc": Benchmark("AMC", sums[0]),
-        "minerva": Benchmark("Minerva", asked, (("question", "problem"),)),
+        "minerva": Benchmark("Minerva", asked, renamed(problem="question")),
     }
     monkeypatch.setitem(SUITES, "math", ("math", benchmarks))
     settings = {"data": sums[1], "eval_data": sums[1], "eval_suite": "math", "eval_sets": (f"amc={sums[2]}",)}

@@ -16,6 +16,7 @@ from common.trajectory import Trajectory
 from viewer.table import wilson
 
 import harness.evaluation.figures
+from harness.data.benchmarks import renamed
 from harness.data.rows import Row
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, make_batches
@@ -267,7 +268,7 @@ def begun(make_config, tmp_path):
     """An evaluation that has begun and continues with other settings: begun(config)."""
 
     def begun(config) -> None:
-        begin(tmp_path / "out", config, load_questions(config, {}))
+        begin(tmp_path / "out", config, load_questions(config))
 
     (tmp_path / "out").mkdir()
     begun(make_config())
@@ -374,16 +375,18 @@ def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):
         (tmp_path / "data" / f"{name}.jsonl").write_text("")
     found = parts(config, tmp_path / "out")
     assert found[2].config.data == str(tmp_path / "data/amc.jsonl")
-    assert (found[2].directory, found[2].config.compare, found[2].renamed) == (tmp_path / "out/amc", "before/amc", {})
+    assert (found[2].directory, found[2].config.compare, found[2].read) == (tmp_path / "out/amc", "before/amc", None)
     hub = parts(dataclasses.replace(config, data=None), tmp_path / "out")
     assert hub[4].config.data == "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"
-    assert hub[4].renamed == {"question": "problem", "final_answer": "answer"}
+    for row in ({"question": "1+1", "final_answer": "2"}, {"problem": "1+1", "answer": "2"}):
+        assert found[4].read(row)
+        assert row == {"problem": "1+1", "answer": "2"}
 
 
 def test_fields_of_published_data_are_renamed(make_config, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"asked": "What is 1+1?", "final": "2"}\n')
     config = make_config(task="arithmetic")
-    task = load_questions(config, {"asked": "question", "final": "answer"})
+    task = load_questions(config, renamed(question="asked", answer="final"))
     assert task.eval_rows == [{"question": "What is 1+1?", "answer": "2"}]
     with pytest.raises(UserError, match=r"rows.jsonl:1: .*'?answer'?"):
-        load_questions(config, {"asked": "question"})
+        load_questions(config, renamed(question="asked"))
