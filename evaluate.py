@@ -80,8 +80,8 @@ class Config(ModelConfig):
     stop: OfData[tuple[str, ...]] = ()
     completion_prefix: OfData[str | None] = None  # every completion begins with this text, e.g. "<think>"
     limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
-    # published benchmarks, of --task math or instructions: a file for each in the directory --data, else from the hub
-    suite: OfEvaluation[Literal["math", "ifeval"] | None] = None
+    # published benchmarks, each asked by its task: a file for each in the directory --data, else from the hub
+    suite: OfEvaluation[Literal["math", "ifeval", "mmlu_redux", "popqa", "zebra_logic"] | None] = None
     # results.json of another evaluation, or its directory: print the difference to it
     compare: OfEvaluation[LocalPath | None] = None
     # completions sampled at the same time, which bounds the memory of the KV cache

@@ -77,8 +77,13 @@ def find_source(value: object, file: Path, what: str) -> str | None:
 
 
 def read_split(source: str) -> list[dict]:
-    """The rows of a split of a hub dataset, by default "train"; a UserError names the available splits."""
+    """The rows of a split of a hub dataset, by default "train"; a UserError names the available splits.
+
+    The subset `*` stands for all of them, in the hub's order; each row then has its subset in the field `subset`.
+    """
     name, subset, split = _parts(source)
+    if subset == "*":
+        return [row | {"subset": each} for each in _subsets(name) for row in read_split(f"{name}:{each}:{split}")]
     splits, split = _load(name, subset, os.getcwd()), split or "train"
     if split not in splits:
         raise UserError(
@@ -86,6 +91,16 @@ def read_split(source: str) -> list[dict]:
             f"{name}:{subset}:{next(iter(splits))}, for example"
         )
     return splits[split].to_list()
+
+
+def _subsets(name: str) -> list[str]:
+    import datasets
+
+    must_be_cached("dataset", name)
+    try:
+        return datasets.get_dataset_config_names(name)
+    except Exception as error:  # as in `_load`
+        raise UserError(f"the subsets of {name} could not be listed: {' '.join(str(error).split())}") from error
 
 
 def read_local(path: Path, kind: str, file: str) -> list[dict]:

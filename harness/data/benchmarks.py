@@ -1,5 +1,7 @@
 """Published benchmarks: where the hub has them, and how their rows become rows of a task."""
 
+import json
+import string
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +27,25 @@ def renamed(**fields: str) -> Read:
     return read
 
 
+def _mmlu_redux(row: dict) -> bool:
+    """Only questions without an error: the corrections of the others are written in many ways."""
+    row.update(answer_type="choice", answer=string.ascii_uppercase[int(row["answer"])])
+    return row.get("error_type", "ok") == "ok"
+
+
+def _popqa(row: dict) -> bool:
+    row.update(answer_type="exact", answer=json.loads(row["possible_answers"]))
+    return True
+
+
+def _zebra_logic(row: dict) -> bool:
+    """A grid as `{"House 1": {"Name": "Eric", ...}, ...}`; hidden solutions are written as ___."""
+    names, rows = row["solution"]["header"][1:], [cells[1:] for cells in row["solution"]["rows"]]
+    grid = {f"House {number}": dict(zip(names, cells, strict=True)) for number, cells in enumerate(rows, start=1)}
+    row.update(question=row["puzzle"], answer_type="json", answer=json.dumps(grid))
+    return not any("___" in cells for cells in rows)
+
+
 # By suite: the task that asks, and its benchmarks by the names of their files without .jsonl
 SUITES: dict[str, tuple[str, dict[str, Benchmark]]] = {
     "math": (
@@ -42,4 +63,13 @@ SUITES: dict[str, tuple[str, dict[str, Benchmark]]] = {
         },
     ),
     "ifeval": ("instructions", {"ifeval": Benchmark("IFEval", "google/IFEval::train")}),
+    "mmlu_redux": (
+        "typed_answers",
+        {"mmlu_redux": Benchmark("MMLU-Redux", "edinburgh-dawg/mmlu-redux-2.0:*:test", _mmlu_redux)},
+    ),
+    "popqa": ("typed_answers", {"popqa": Benchmark("PopQA", "akariasai/PopQA::test", _popqa)}),
+    "zebra_logic": (
+        "typed_answers",
+        {"zebra_logic": Benchmark("ZebraLogic", "WildEval/ZebraLogic:grid_mode:test", _zebra_logic)},
+    ),
 }

@@ -167,3 +167,20 @@ def test_the_suite_of_one_benchmark_has_one_directory_and_its_own_figures(evalua
     assert found["shares"]["prompt_level_loose_acc"]["value"] == found["means"]["reward_loose"]
     with pytest.raises(UserError, match=r"--data .* has no file ifeval\.jsonl, which --suite ifeval needs"):
         evaluate(*flags, ".", "--compare", "out")
+
+
+@pytest.mark.parametrize(("suite", "figures"), [
+    ("mmlu_redux", set()),
+    ("popqa", {"contained"}),
+    ("zebra_logic", {"puzzle_acc", "cell_acc"}),
+])  # fmt: skip
+def test_published_rows_of_typed_answers_are_asked(evaluate, tmp_path, capsys, suite, figures):
+    """From a file, or from the directory that holds it, which is the same."""
+    flags = ("--suite", suite, "--limit", "2", "--num-samples", "1", "--output", "out")
+    evaluate(*flags, "--data", str(ROOT / f"tests/data/{suite}.jsonl"))
+    printed, results = capsys.readouterr().out, json_of(tmp_path / "out/results.json")
+    assert (results["num_questions"], results["task"]) == (2, "typed_answers")
+    assert set(results["greedy"]["shares"]) == figures
+    assert all(name in printed for name in ("accuracy", "partial", *figures))
+    evaluate(*flags, "--data", str(ROOT / "tests/data"), "--compare", "out")
+    assert "over 2 questions that both asked" in capsys.readouterr().out

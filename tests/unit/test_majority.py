@@ -89,6 +89,7 @@ BUNDLED = {  # a row of each bundled task with answers
     "gsm8k": {"question": "1+1", "answer": "#### 2"},
     "math": {"problem": "1+1", "solution": r"\\boxed{2}"},
     "qa": {"question": "Who?", "answer": ["I"]},
+    "typed_answers": {"question": "1+1", "answer_type": "choice", "choices": ["1", "2"], "answer": "B"},
 }
 
 
