@@ -149,8 +149,9 @@ def _check_training(config: PolicyConfig) -> None:
             raise UserError(f"{flag(name)} is for an estimate of memory: add --estimate")
     if config.gpus and config.gpu_memory is None and not config.device.startswith("cuda"):
         raise UserError(f"--gpus {config.gpus}: this run is on {config.device}: add --gpu-memory 80 for GPUs of 80 GB")
-    if config.gpus and config.gpus % (tensor := getattr(config, "tensor_parallel", 1)):
-        raise UserError(f"--gpus {config.gpus} cannot be divided into groups of --tensor-parallel {tensor}")
+    if config.gpus and hasattr(config, "replicas") and config.gpus % (config.tensor_parallel * config.replicas):
+        product = f"--tensor-parallel {config.tensor_parallel} times --replicas {config.replicas}"
+        raise UserError(f"--gpus {config.gpus} cannot be divided by {product}")
     if size := getattr(config, "minibatch_size", None):
         if size % config.group_size:
             raise UserError(f"--minibatch-size {size} is not a multiple of --group-size {config.group_size}")

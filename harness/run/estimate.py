@@ -36,7 +36,7 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 FULL = 0.95  # of a device's memory: above it, fragmentation alone can exhaust the memory
 GB = 1e9
 # Files of recipes/accelerate_configs/: every process holds everything, or a shard of the trained values; scale/mesh
-# shards the reference too, and each process of a tensor group computes a part of every layer
+# shards the reference too, over one of its replicas, and each process of a tensor group computes a part of every layer
 LAUNCHES, MESH = ("multi_gpu", "fsdp2"), ("mesh",)
 
 
@@ -77,15 +77,18 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
     if not is_main():
         return
     room = device_memory(config.device) if config.gpu_memory is None else config.gpu_memory * GB
-    launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
+    launches, replicas, tensor = LAUNCHES, 1, 1
+    if hasattr(config, "tensor_parallel"):
+        launches, replicas, tensor = MESH, config.replicas, config.tensor_parallel
     needs_whole_weights = (
         config.load_in or hasattr(config, "engine_url") or hasattr(config, "lag") or _has_8bit_moments(config)
     )
     by_hand = hasattr(sys.modules[type(config).__module__], "DistributedDataParallel")
     if launches is LAUNCHES and (needs_whole_weights or by_hand):
         launches = ("multi_gpu",)  # the others would be refused
-    processes = config.gpus or math.ceil(max(2, world_size(), torch.cuda.device_count()) / tensor) * tensor
-    size = f"{processes // tensor}x{tensor}" if launches is MESH else f"x{processes}"
+    unit = replicas * tensor
+    processes = config.gpus or math.ceil(max(2, world_size(), torch.cuda.device_count()) / unit) * unit
+    size = f"{replicas}x" * (replicas > 1) + f"{processes // unit}x{tensor}" if launches is MESH else f"x{processes}"
     columns = {"one process": (one := memory_of(config, shape, prompt))}
     if processes > 1:
         columns |= {f"{launch} {size}": memory_of(config, shape, prompt, launch, processes) for launch in launches}
@@ -108,6 +111,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     """Bytes per device, by part and in total, for the length of the longest prompt; `LAUNCHES` lists launches."""
     rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch in ("fsdp2", *MESH) else 1
     tensor = config.tensor_parallel if launch in MESH else 1
+    shards //= config.replicas if launch in MESH else 1
     part = copy.copy(shape)  # the part of each layer that one process computes
     part.queries, part.keys, part.inner = (size / tensor for size in (shape.queries, shape.keys, shape.inner))
     arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes

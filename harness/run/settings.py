@@ -30,7 +30,7 @@ NOT_FLAGS |= {"changed"}  # the names of the settings that are not the defaults
 ENGINE_PLACES = ("engine_url", "engine_start")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url")
-MAY_CHANGE += ("judge_url", "tensor_parallel", "watch", "verbose")
+MAY_CHANGE += ("judge_url", "tensor_parallel", "replicas", "watch", "verbose")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 

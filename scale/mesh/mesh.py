@@ -1,8 +1,9 @@
-"""A mesh of ranks, data x tensor: dividing a model over it, sampling, and checkpoints that any mesh reads.
+"""A mesh of ranks, replicate x shard x tensor: dividing a model over it, sampling, and checkpoints that any mesh reads.
 
 With 4 ranks and --tensor-parallel 2, ranks 0 and 1 form a tensor group, and so do 2 and 3. The ranks of a tensor group
 have the same rows, and each computes a half of every layer. Ranks 0 and 2 compute the same half, of different rows;
-FSDP2 shards its weights over them, and gathers one layer at a time. split_vocabulary.py has the log-probs.
+FSDP2 shards its weights over them, and gathers one layer at a time. With 8 ranks and --replicas 2, ranks 4 to 7 hold a
+second copy, divided in the same way (HSDP). split_vocabulary.py has the log-probs.
 """
 
 import logging
@@ -50,11 +51,12 @@ STYLES = {
 
 def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
     """Connect to the other processes; returns the settings, with an attention that works here, and the mesh."""
-    size, num_ranks = 1 if config.estimate else config.tensor_parallel, num_launched()
-    if num_ranks % size:
+    replicas, size = (1, 1) if config.estimate else (config.replicas, config.tensor_parallel)
+    num_ranks, unit = num_launched(), replicas * size
+    if num_ranks % unit:
         raise UserError(
-            f"--tensor-parallel {size}: {num_ranks} process{'es' * (num_ranks > 1)} cannot be divided into groups of "
-            f"{size}: start a multiple of {size}, for example with torchrun --nproc-per-node {2 * size}"
+            f"--tensor-parallel {size} times --replicas {replicas}: {num_ranks} process{'es' * (num_ranks > 1)} cannot "
+            f"be divided by {unit}: start a multiple of {unit}, for example with torchrun --nproc-per-node {2 * unit}"
         )
     if config.load_in is not None:
         raise UserError(f"--load-in {config.load_in}: quantised weights cannot be divided over ranks: omit it")
@@ -67,25 +69,26 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
     start_processes(config)
     with together():
         check_parts(config)
-    shape = (data_size(), size)
-    return config, init_device_mesh(torch.device(config.device).type, shape, mesh_dim_names=("data", "tensor"))
+    shape, names = (replicas, data_size() // replicas, size), ("replicate", "shard", "tensor")
+    return config, init_device_mesh(torch.device(config.device).type, shape, mesh_dim_names=names)
 
 
 def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> None:
     """Move this rank's parts of the policy and of its reference to its device. One process keeps all of them."""
-    # If a weight is divided along both dimensions, gathering it takes two messages, and torch warns about that
+    # If a weight is divided along two dimensions, gathering it takes two messages, and torch warns about that
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if mesh.size() == 1:
         for whole in filter(None, (policy, reference)):
             whole.to(mesh.device_type)
         return
+    over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two dimensions: HSDP
     for copy in [policy] if reference is None or reference.trained is policy else [policy, reference]:
         if mesh["tensor"].size() > 1:
             _split_and_compare(copy, mesh["tensor"])
         for module in copy.model.modules():
             if type(module).__name__ in copy.model._no_split_modules:
-                fully_shard(module, mesh=mesh["data"])
-        fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
+                fully_shard(module, mesh=over)
+        fully_shard(copy, mesh=over)  # the rest: embedding, last norm and head
     if reference is not None:
         reference.score = policy.score  # also where it is the policy without adapter
 

@@ -6,6 +6,8 @@
         log-probs: a maximum and three sums over the ranks; the logits (N, V) are never gathered
     across groups every rank has other rows, and a shard of its weights, gradients and optimizer state:
         a layer is gathered before it is used; gradients are averaged as they are sharded
+    --replicas divides data into replicate x shard (HSDP): a layer is gathered within a copy of the model, and only
+        gradients are sent from copy to copy
 
     python scale/mesh/train.py                                               # one process: experiment_base
     torchrun --nproc-per-node 4 scale/mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
@@ -45,7 +47,8 @@ from harness.task.task import Task, load_task
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    tensor_parallel: Count = 1  # ranks that hold one copy of the model together; a divisor of the number of processes
+    tensor_parallel: Count = 1  # ranks that compute each layer together; a divisor of the number of processes
+    replicas: Count = 1  # complete copies of the model, one after the other in the ranks; each is sharded by itself
     engine: str | None = None  # address of a vLLM server that samples, see scale/engine; None: the ranks do
     steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step

@@ -1,10 +1,12 @@
 """scale/mesh: meshes of two and four processes sample and train like one process.
 
-Every mesh is started once, for all its scenarios; the tests compare the results with experiment_base's in this process.
+Processes are started once for all meshes of two ranks, and once for all of four, with all their scenarios; the tests
+compare the results with experiment_base's in this process.
 """
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -43,11 +45,13 @@ SCENARIOS = (
 )  # fmt: skip
 SAMPLED = ("ragged", "biases", "all biases", "norms of heads", "lora")  # the others have one of these models
 OF_ONE_TENSOR_GROUP = tuple(name for name in SCENARIOS if name not in ("minibatches", "skipped"))
-MESHES = {  # data x tensor
-    "1x2": OF_ONE_TENSOR_GROUP,
-    "2x1": ("ragged", "adamw", "minibatches", "skipped", "lora"),
-    "2x2": ("ragged", "adamw", "minibatches", "skipped"),
-    "1x4": ("ragged",),  # its model has four key-value heads
+MESHES = {  # replicate x shard x tensor
+    "1x1x2": OF_ONE_TENSOR_GROUP,
+    "1x2x1": ("ragged", "adamw", "minibatches", "skipped", "lora"),
+    "1x2x2": ("ragged", "adamw", "minibatches", "skipped"),
+    "1x1x4": ("ragged",),  # its model has four key-value heads
+    "2x2x1": ("ragged", "adamw", "minibatches", "skipped"),
+    "2x1x2": ("ragged", "adamw"),
 }
 
 
@@ -284,23 +288,28 @@ def refusals(train: ModuleType, mesh_of: ModuleType, mesh) -> dict[str, str]:
     }
 
 
-def main(path: str, tensor_size: str) -> None:
-    """One rank: all scenarios on one mesh."""
+def num_ranks(mesh: str) -> int:
+    return math.prod(map(int, mesh.split("x")))
+
+
+def main(folder: str) -> None:
+    """One rank: all scenarios on every mesh of as many ranks."""
     torch.set_num_threads(1)
     train, mesh_of = load("scale/mesh/train.py"), sys.modules["mesh"]
-    config = train.Config(device="cpu", tensor_parallel=int(tensor_size), prompts_per_step=4)
-    _, mesh = mesh_of.start_mesh(config)
-    assert (data_size(), mesh["tensor"].size()) == (mesh["data"].size(), int(tensor_size))
-    kv_heads = max(2, int(tensor_size))
-    divide = functools.partial(mesh_of.distribute, mesh)
-    scenarios = MESHES[f"{mesh['data'].size()}x{tensor_size}"]
-    results = {name: run_scenario(train, name, divide, train.update, kv_heads) for name in scenarios}
-    results["scores"] = scores(mesh["tensor"].get_group())
-    results["weights at once"] = exported(mesh_of, mesh, Path(path).with_name("exported"))
-    if mesh.shape == (1, 2):
-        results["refusals"] = refusals(train, mesh_of, mesh)
-    if rank() == 0:
-        torch.save(results, path)
+    for name in (name for name in MESHES if num_ranks(name) == int(os.environ["WORLD_SIZE"])):
+        replicas, shards, tensor_size = map(int, name.split("x"))
+        config = train.Config(device="cpu", tensor_parallel=tensor_size, replicas=replicas, prompts_per_step=4)
+        _, mesh = mesh_of.start_mesh(config)
+        assert mesh.shape == (replicas, shards, tensor_size)
+        assert data_size() == replicas * shards
+        kv_heads, divide = max(2, tensor_size), functools.partial(mesh_of.distribute, mesh)
+        results = {each: run_scenario(train, each, divide, train.update, kv_heads) for each in MESHES[name]}
+        results["scores"] = scores(mesh["tensor"].get_group())
+        results["weights at once"] = exported(mesh_of, mesh, Path(folder, name))
+        if name == "1x1x2":
+            results["refusals"] = refusals(train, mesh_of, mesh)
+        if rank() == 0:
+            torch.save(results, Path(folder, f"{name}.pt"))
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -311,14 +320,17 @@ def main(path: str, tensor_size: str) -> None:
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory) -> Callable[[str], dict]:
     @functools.cache
-    def start(mesh: str) -> dict:
-        path = tmp_path_factory.mktemp("results") / "results.pt"
-        data, tensor = map(int, mesh.split("x"))
+    def start(num_processes: int) -> Path:
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "scale/mesh")))
-        launch(data * tensor, __file__, path, str(tensor), PYTHONPATH=paths)
-        return torch.load(path) | {"folder": path.parent}
+        launch(num_processes, __file__, folder := tmp_path_factory.mktemp("results"), PYTHONPATH=paths)
+        return folder
 
-    return start
+    @functools.cache
+    def read(mesh: str) -> dict:
+        folder = start(num_ranks(mesh))
+        return torch.load(folder / f"{mesh}.pt") | {"exported": folder / mesh}
+
+    return read
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +400,7 @@ def test_weights_for_an_engine_are_gathered_one_by_one(results_of, mesh):
     """The folder is that of whole weights; while the next one is gathered, the one before it may still be written."""
     found = results_of(mesh)
     assert found["weights at once"] <= 2
-    model = AutoModelForCausalLM.from_pretrained(found["folder"] / "exported")
+    model = AutoModelForCausalLM.from_pretrained(found["exported"])
     expected = make_policy("adamw", max(2, int(mesh[-1]))).model.state_dict()
     assert not model.config.tie_word_embeddings
     assert model.state_dict().keys() == expected.keys()
@@ -406,7 +418,7 @@ def test_weights_for_an_engine_are_gathered_one_by_one(results_of, mesh):
     ("different tokens", "the ranks of a tensor group drew different tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused_in_one_sentence(results_of, what, words):
-    assert words in results_of("1x2")["refusals"][what]
+    assert words in results_of("1x1x2")["refusals"][what]
 
 
 # Whole runs
@@ -432,9 +444,9 @@ def four_heads(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def run_of_2x2(tmp_path_factory, four_heads) -> Path:
+def run_of_2x2x1(tmp_path_factory, four_heads) -> Path:
     place = tmp_path_factory.mktemp("runs")
-    launch(4, TRAIN, *RUN, "--model", four_heads, "--tensor-parallel", "2", "--runs-dir", place)
+    launch(4, TRAIN, *RUN, "--model", four_heads, "--replicas", "2", "--runs-dir", place)
     return place / "mesh" / "x"
 
 
@@ -455,9 +467,11 @@ def check_same_run(found: Path, expected: Path) -> None:
     assert all((weights[name] - others[name]).abs().max() <= 1e-5 for name in weights)
 
 
-def test_a_run_on_a_mesh_is_the_run_of_one_process(run_of_2x2, run_alone):
-    """Its final/ is a Hugging Face directory with whole weights."""
-    check_same_run(run_of_2x2, run_alone)
+def test_a_run_on_a_mesh_is_the_run_of_one_process(run_of_2x2x1, run_alone):
+    """Its final/ is a Hugging Face directory with whole weights; a checkpoint has each weight and its moments once."""
+    check_same_run(run_of_2x2x1, run_alone)
+    stored = sum(path.stat().st_size for path in run_of_2x2x1.glob("checkpoints/step_2/**/*.distcp"))
+    assert stored == pytest.approx(3 * (run_of_2x2x1 / "final" / "model.safetensors").stat().st_size, rel=0.1)
 
 
 def test_an_engine_samples_for_a_mesh(stand_in, tmp_path, load_script):
@@ -477,16 +491,16 @@ def test_an_engine_samples_for_a_mesh(stand_in, tmp_path, load_script):
     assert not (found / "engine").exists()
 
 
-@pytest.mark.parametrize(("num_processes", "tensor"), [(2, 2), (1, 1), (4, 2)])
-def test_a_run_is_resumed_on_another_mesh(run_of_2x2, tmp_path, num_processes, tensor):
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x1x2", "1x2x2", "2x2x1"])
+def test_a_run_is_resumed_on_another_mesh(run_of_2x2x1, tmp_path, mesh):
     """And on its own mesh bit for bit."""
-    copy = tmp_path / "x"
-    shutil.copytree(run_of_2x2, copy)
+    copy, (replicas, _, tensor) = tmp_path / "x", mesh.split("x")
+    shutil.copytree(run_of_2x2x1, copy)
     shutil.rmtree(copy / "checkpoints" / "step_2")
-    launch(num_processes, TRAIN, "--resume", copy, "--tensor-parallel", str(tensor))
-    check_same_run(copy, run_of_2x2)
-    if (num_processes, tensor) == (4, 2):
-        assert metrics_of(copy) == metrics_of(run_of_2x2)
+    launch(num_ranks(mesh), TRAIN, "--resume", copy, "--replicas", replicas, "--tensor-parallel", tensor)
+    check_same_run(copy, run_of_2x2x1)
+    if mesh == "2x2x1":
+        assert metrics_of(copy) == metrics_of(run_of_2x2x1)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         ("experiment_accelerate_ddp", "--gpus 16", "multi_gpu x16"),
         ("scale/engine", "--gpus 4 --engine-url http://127.0.0.1:1", "multi_gpu x4"),
         ("scale/mesh", "--gpus 8 --tensor-parallel 2 --gpu-memory 0.4", "mesh 4x2"),
+        ("scale/mesh", "--gpus 8 --tensor-parallel 2 --replicas 2", "mesh 2x2x2"),
     ],
 )
 def test_the_gpus_of_an_estimate_need_not_be_here(
@@ -216,13 +217,14 @@ def test_before_fsdp2_shards_a_model_each_process_evaluates_with_all_of_it(confi
 def test_a_mesh_divides_what_is_held_and_what_is_computed(configure, load_script):
     config, shape = configure("--kl-weight", "0.1")
     of_mesh = load_script("scale/mesh/train.py").Config
-    one, two, four = (
-        memory_of(of_mesh(**vars(config) | {"tensor_parallel": tensor}), shape, PROMPT, "mesh", 4)
-        for tensor in (1, 2, 4)
+    one, two, four, copies = (
+        memory_of(of_mesh(**vars(config) | {"tensor_parallel": tensor, "replicas": n}), shape, PROMPT, "mesh", 4)
+        for tensor, n in ((1, 1), (2, 1), (4, 1), (1, 2))
     )
     whole, activations = memory_of(config, shape, PROMPT), "update: activations, logits"
     for part in ("weights", "gradients and optimizer", "reference"):  # over all four ranks, however they are arranged
         assert one[part] == two[part] == four[part] == whole[part] / 4 > 0
+        assert copies[part] == whole[part] / 2  # each of the two copies over two ranks
     assert four[activations] < 2 * two[activations]  # a tensor group of four has four times the rows, not their work
     assert four[activations] > whole[activations] / 4
 
