@@ -8,6 +8,7 @@ on a GPU; no time is measured. The data are the entry mesh of benchmarks/results
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -37,7 +38,7 @@ from harness.base.machine import describe_machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 EXPERIMENT = ROOT / "scale/mesh"
-MESHES = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))  # data x tensor
+MESHES = ("1x1", "2x1", "1x2", "4x1", "2x2", "1x4", "2x2x1")  # data x tensor, or replicate x shard x tensor
 SIZES = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, "architectures": ["Llama"]}
 ROWS, PROMPT, COMPLETION = 8, 8, 56  # of each tensor group, in two micro-batches
@@ -53,7 +54,7 @@ class Config:
 def main(config: Config) -> None:
     if not config.draw:
         with tempfile.TemporaryDirectory() as folder:
-            found = {f"{data}x{tensor}": measure(data, tensor, Path(folder)) for data, tensor in MESHES}
+            found = {mesh: measure(mesh, Path(folder)) for mesh in MESHES}
             runs = {kind: [train(kind, seed, Path(folder)) for seed in SEEDS] for kind in KINDS}
             write_json(RESULTS, {"sizes": SIZES, "meshes": found, "runs": runs} | describe_machine(), entry="mesh")
     data = read_json(RESULTS, "mesh")
@@ -70,14 +71,15 @@ def main(config: Config) -> None:
 # Bytes and messages ---------------------------------------------------------------------------------------------------
 
 
-def measure(data: int, tensor: int, folder: Path) -> dict:
+def measure(mesh: str, folder: Path) -> dict:
     """Start a mesh; returns the measurements of its first rank."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data * tensor))
-    _start(*launcher, __file__, str(tensor), str(folder))
+    num_ranks = math.prod(map(int, mesh.split("x")))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    _start(*launcher, __file__, mesh, str(folder))
     return json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
 
 
-def run_rank(tensor: int, folder: Path) -> None:
+def run_rank(sizes: str, folder: Path) -> None:
     """One rank: bytes of its tensors, and messages of a token and of an update."""
     import train
     from mesh import distribute, start_mesh
@@ -86,10 +88,11 @@ def run_rank(tensor: int, folder: Path) -> None:
     from harness.base.signals import leave
     from harness.models.loading import make_reference
 
-    data = int(os.environ["WORLD_SIZE"]) // tensor
+    *copies, data, tensor = map(int, sizes.split("x"))
+    replicas = math.prod(copies)
     config = train.Config(
-        device="cpu", threads=1, tensor_parallel=tensor, prompts_per_step=2 * data, group_size=ROWS // 2,
-        micro_batch_size=ROWS // 2,
+        device="cpu", threads=1, tensor_parallel=tensor, replicas=replicas, prompts_per_step=2 * replicas * data,
+        group_size=ROWS // 2, micro_batch_size=ROWS // 2,
     )  # fmt: skip
     config, mesh = start_mesh(config)
     torch.manual_seed(0)
@@ -98,7 +101,7 @@ def run_rank(tensor: int, folder: Path) -> None:
     distribute(mesh, policy, reference)
     found = {"bytes": {"weights": bytes_of(policy.parameters()), "reference": bytes_of(reference.parameters())}}
 
-    with gathered_weights(policy):  # of the data ranks, as sampling needs them
+    with gathered_weights(policy):  # of the shards, as sampling needs them
         found["bytes"]["weights while sampling"] = bytes_of(policy.parameters())
     prompts, counts = [[3 + n] * PROMPT for n in range(ROWS)], []
     for budget in (9, 1):
@@ -144,7 +147,7 @@ class Messages(TorchDispatchMode):
 
     def __init__(self, mesh):
         super().__init__()
-        self.names = {mesh[name].get_group().group_name: name for name in ("data", "tensor")}
+        self.names = {mesh[name].get_group().group_name: name for name in mesh.mesh_dim_names}
         self.numbers, self.sizes = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -175,7 +178,7 @@ def print_tables(meshes: dict[str, dict]) -> None:
     for part in meshes["1x1"]["bytes"]:
         print(f"| {part} | " + " | ".join(f"{found['bytes'][part] / 1e6:.1f}" for found in meshes.values()) + " |")
     for what in ("messages per sampled token", "messages per update"):
-        for name in ("tensor", "data", "objects"):
+        for name in ("tensor", "shard", "replicate", "objects"):
             print(f"| {what}, {name} | " + " | ".join(f"{m[what].get(name, 0):g}" for m in meshes.values()) + " |")
 
 
@@ -223,7 +226,7 @@ def _start(*command: str) -> None:
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:
-        run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+        run_rank(sys.argv[1], Path(sys.argv[2]))
     elif sys.argv[1:2] in (["broken"], ["correct"]):
         run_alone(*sys.argv[1:])
     else:
