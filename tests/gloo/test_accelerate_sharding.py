@@ -1,12 +1,22 @@
-"""What Accelerate cannot shard is refused; DeepSpeed. FSDP2 trains like one process: golden/test_golden.py."""
+"""What Accelerate cannot shard is refused; DeepSpeed; SFT by the recipe for FSDP2.
+
+FSDP2 trains like one process: golden/test_golden.py.
+"""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
-from run_files import ROOT, finished, metrics_of, rows_of
+import torch
+from run_files import ROOT, finished, json_of, metrics_of, rows_of, write_rows
 from safetensors.torch import load_file
+
+from common.experience import collate
+
+from harness.base.config import PolicyConfig
+from harness.models.loading import load_policy
+from harness.task.conversations import encode_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
@@ -42,6 +52,36 @@ def alone(tmp_path_factory, load_script) -> Path:
     return runs / "experiment_base" / "x"
 
 
+def test_sft_by_the_recipe_for_fsdp2_learns_to_end_a_turn(tmp_path):
+    """The command of its README, in bfloat16 as the recipe says. One process loads `final/`."""
+    asked = ({"role": "user", "content": f"Say {n}"} for n in range(60))
+    said = ({"role": "assistant", "content": str(n)} for n in range(60))
+    chats = [{"messages": list(chat)} for chat in zip(asked, said, strict=True)]
+    write_rows(tmp_path / "chats.jsonl", chats)
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file")
+    program = (ROOT / "recipes/accelerate_configs/fsdp2.yaml", Path(__file__).with_name("as_on_gpus.py"))
+    flags = ("--model", "tiny", "--data", "chats.jsonl", "--epochs", "8", "--tokens-per-batch", "300", "--name", "x")
+    train = (ROOT / "imitation/sft/train.py", *flags, "--gradient-checkpointing", "--device", "cpu")
+    result = finished(*launch, *program, *train, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = tmp_path / "runs" / "sft" / "x"
+    assert len([*run.glob("checkpoints/*/pytorch_model_fsdp_0/*.distcp")]) == 2
+    assert json_of(run / "config.json")["dtype"] == "bfloat16"
+
+    def ends(model: str) -> torch.Tensor:
+        """The log-prob (B,) of the token that ends the turn after each answer."""
+        policy = load_policy(PolicyConfig(model=model, device="cpu"))
+        rows = encode_rows(chats, "chats.jsonl", policy, max_length=1024)
+        last = [row.prompt_length + sum(row.action_mask) - 1 for row in rows]
+        assert {row.ids[place] for row, place in zip(rows, last, strict=True)} <= {*policy.end_of_turn_ids}
+        batch = collate(rows, policy.pad_id)
+        with torch.no_grad():
+            return policy(batch.sequences, batch.action_mask).log_probs[range(len(rows)), torch.tensor(last) - 1]
+
+    assert ends("tiny").max() < -5
+    assert ends(str(run / "final")).min() > -0.1
+
+
 def test_quantised_weights_are_not_sharded(tmp_path):
     """Accelerate would keep them whole, and no checkpoint could be resumed."""
     program = Path(__file__).with_name("as_on_gpus.py")
@@ -53,9 +93,10 @@ def test_quantised_weights_are_not_sharded(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_deepspeed_is_for_experiment_accelerate_alone(tmp_path):
+@pytest.mark.parametrize("experiment", ["experiment_base", "imitation/sft"])
+def test_deepspeed_is_for_experiment_accelerate_alone(tmp_path, experiment):
     deepspeed = os.environ | {"ACCELERATE_USE_DEEPSPEED": "true"}
-    result = finished(ROOT / "experiment_base" / "train.py", *FLAGS, "--runs-dir", tmp_path, env=deepspeed)
+    result = finished(ROOT / experiment / "train.py", "--name", "x", "--runs-dir", tmp_path, env=deepspeed)
     assert result.returncode == 2
     assert "a backward of its own: use experiment_accelerate/train.py, or FSDP2 (" in result.stderr
 

@@ -442,8 +442,8 @@ def test_every_way_gives_the_same_run(alone, together, load_script, monkeypatch,
             (part,) = sorted(found.with_name("killed").glob("checkpoints/step_*"))[-1:]
             data = json_of(found / "config.json")["sources"]["data"]["source"]  # not the few questions of this process
             monkeypatch.setattr(arithmetic, "TRAIN_DATA", Path(data))
+            more = ["--steps", "9"] if hasattr(config, "steps") else []
             with pytest.raises(UserError, match="cannot be continued by these processes"):
-                more = ["--steps", "9"] if hasattr(config, "steps") else []
                 load_script(f"{name.split()[0]}/train.py").main(["--resume", str(part.parents[1]), *more])
 
 
