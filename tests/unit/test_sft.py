@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from run_files import json_of, rows_of, write_rows
+from run_files import json_of, read_lines, rows_of, write_rows
 from torch.nn.functional import cross_entropy
 
 from common.errors import UserError
@@ -22,6 +22,7 @@ from harness.task import conversations
 pytestmark = pytest.mark.all_questions
 
 ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"  # beside the repository
 
 
 def conversation(*turns: str) -> dict:
@@ -223,6 +224,35 @@ def test_batches_hold_at_most_so_many_tokens_padding_included(train, encode):
         assert max(size for size, batch in zip(sizes, batches, strict=True) if len(batch) > 1) <= tokens
         assert sum(map(len, batches)) == len(rows)
     assert len(batches) == 1
+
+
+def padding(train, policy, rows: list[dict]) -> float:
+    """Its share of the tokens that the steps of one epoch count."""
+    learned, _ = conversations.load_conversations(train.Config(), policy, rows)
+    steps = list(conversations.batches(train.Config(), learned))
+    counted = sum(len(step) * max(len(row.ids) for row in step) for step in steps)
+    return 1 - sum(len(row.ids) for row in learned) / counted
+
+
+def test_the_padding_is_what_the_readme_says(train, policy):
+    rows = {"3.6 %": read_lines(ROOT / "data" / "reasoned_sums.jsonl")}
+    if PUBLISHED.is_file():
+        rows["0.3 %"] = [conversation(row["question"], row["answer"]) for row in read_lines(PUBLISHED)]
+    for said, of_file in rows.items():
+        assert f"{padding(train, policy, of_file):.1%}".replace("%", " %") == said
+        assert said in (ROOT / "imitation" / "sft" / "README.md").read_text(encoding="utf-8")
+
+
+def test_no_padding_is_computed(train, policy, encode):
+    """The decoder sees each row up to the token that predicts its last one, and the padding of none."""
+    seen, batch = [], train.read(policy, encode(MANY))
+    before = policy.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    train.update(train.Config(), policy, torch.optim.AdamW(policy.parameters(), lr=0.0), batch)
+    before.remove()
+    width = batch.sequences.shape[1]
+    assert sum(seen) < batch.attention_mask.sum() < 0.9 * len(batch) * width
 
 
 def test_long_rows_are_left_out_and_counted(encode, capsys):
