@@ -3,12 +3,14 @@
     python benchmarks/takeaways.py
 
 The GRPO runs with 128 completions a step come from benchmarks/algorithms.py, the SmolLM2 runs from
-benchmarks/smollm2.py. The other runs are in benchmarks/results/takeaways/.
+benchmarks/smollm2.py. The other runs are in benchmarks/results/takeaways/, where gradient_norms.csv is of the runs that
+compare batches, made again, since the first ones kept no norms.
 """
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from viewer.results import KeptRun, read_runs
 from viewer.save_figure import save_figure
@@ -86,6 +88,22 @@ def table_of_batches() -> str:
     return "\n".join(lines)
 
 
+def table_of_gradients() -> str:
+    """How much the gradient's norm differs from step to step, for three sizes of batches."""
+    norms: dict[str, list[float]] = {}
+    with (RESULTS / "takeaways" / "gradient_norms.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            norms.setdefault(row["run"], []).append(float(row["loss/grad_norm"]))
+    lines = ["| | gradient norm, mean over the steps | its standard deviation over the steps, divided by this mean |"]
+    lines.append("|---|---|---|")
+    for label in list(GROUPS)[:3]:
+        size = GROUPS[label][2] * GROUP_SIZE
+        runs = [found for name, found in norms.items() if name.startswith(f"batch{size}_")]
+        spreads = spread([stdev(found) / fmean(found) for found in runs])
+        lines.append(f"| {label} | {spread([fmean(found) for found in runs])} | {spreads} |")
+    return "\n".join(lines)
+
+
 def table_of_steps(labels: Sequence[str], keys: dict[str, str], blocks: Sequence[tuple[int, int]]) -> str:
     """A row for each group and key, a column for each block of steps."""
     lines = ["| | | " + " | ".join(f"steps {first} to {last}" for first, last in blocks) + " |"]
@@ -106,6 +124,7 @@ def tables() -> dict[str, str]:
     form = {"completion/reasoned": "reasoned", "reward/format": "format"}
     return {
         "batches": table_of_batches(),
+        "gradients": table_of_gradients(),
         "lessons": table_of_steps([BUNDLED, labels[4]], {accuracy: "sampled accuracy", length: "tokens"}, blocks),
         "format": table_of_steps(labels[4:6], {accuracy: "sampled accuracy", **form}, blocks),
         "form": table_of_steps(
