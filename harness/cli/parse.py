@@ -28,8 +28,24 @@ from harness.base.terminal import printable, say
 
 # --help explains all flags of a program that has at most so many, else only the experiment's own
 FEW_FLAGS = 32
-# Of flags: TRL's, and those of evaluate.py and the experiments for the number of rows
-OTHER_NAMES = (("learning-rate", "lr"), ("beta", "kl-weight"), ("num-generations", "group-size"))
+# Of flags, and what to use, which begins with a flag: TRL's names, those of github.com/researchim-ai/re-grpo, and those
+# of evaluate.py and the experiments for the number of rows
+OTHER_NAMES = (
+    ("learning-rate", "lr"),
+    ("beta", "kl-weight"),
+    ("num-generations", "group-size"),
+    ("run-name", "name"),
+    ("log-dir", "runs-dir"),
+    ("device-index", "device cuda:1 for the second GPU"),
+    ("model-name", "model"),
+    ("checkpoint-path", "runs-dir, where every run keeps its checkpoints"),
+    ("checkpoint-interval", "checkpoint-every"),
+    ("data-path", "data"),
+    ("rollouts-per-step", "prompts-per-step"),
+    ("train-batch-size", "minibatch-size"),
+    ("max-length", "max-new-tokens, which does not count the prompt"),
+    ("log-completions-interval", "samples-every"),
+)
 OTHER_NAMES += tuple(permutations(("limit", "max-prompts", "max-pairs"), 2))
 
 
@@ -78,9 +94,10 @@ def _prepare(config: object, argv: Sequence[str] | None, description: str) -> Se
         _show_help(config, description, is_full="--help-all" in argv)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
     hints = get_type_hints(type(config))
-    for other, name in OTHER_NAMES:
-        if f"--{other}" in words and name.replace("-", "_") in hints and other.replace("-", "_") not in hints:
-            raise UserError(f"there is no flag --{other}: use --{name}")
+    for other, use in OTHER_NAMES:
+        name = re.split("[ ,]", use)[0].replace("-", "_")
+        if f"--{other}" in words and name in hints and other.replace("-", "_") not in hints:
+            raise UserError(f"there is no flag --{other}: use --{use}")
     for name, kind in hints.items():  # tyro would drop the first values
         if kind == tuple[str, ...] and name not in REPEATED and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")

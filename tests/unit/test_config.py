@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,3 +266,34 @@ def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch, environme
         monkeypatch.setenv(name, value)
     importlib.reload(interrupt)
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+# The flags of the scripts of github.com/researchim-ai/re-grpo, and what to use here; None: the same flag
+PUBLISHED_FLAGS = {
+    "--run-name x": "--name", "--log-dir x": "--runs-dir", "--device-index 1": "--device cuda:1 for the second GPU",
+    "--model-name x": "--model", "--checkpoint-path x": "--runs-dir, where every run keeps its checkpoints",
+    "--checkpoint-interval 5": "--checkpoint-every", "--data-path x": "--data", "--rollouts-per-step 4":
+    "--prompts-per-step", "--train-batch-size 4": "--minibatch-size", "--max-length 64":
+    "--max-new-tokens, which does not count the prompt", "--log-completions-interval 5": "--samples-every",
+    "--wandb": None, "--no-wandb": None, "--wandb --wandb-project x": None, "--max-prompts 5": None, "--lr 1e-5": None,
+    "--temperature 0.7": None, "--group-size 4": None, "--seed 1": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_multiturn_qa"])
+@pytest.mark.parametrize(("given", "use"), PUBLISHED_FLAGS.items())
+def test_flags_of_published_scripts_are_accepted_or_named(load_script, experiment, given, use):
+    config, words = load_script(f"{experiment}/train.py").Config, given.split()
+    if use is None:
+        parse_config(config, words, "")
+        return
+    for spelling in (words, ["=".join(words)], [words[0].replace("-", "_").replace("__", "--"), *words[1:]]):
+        with pytest.raises(UserError) as error:
+            parse_config(config, spelling, "")
+        assert str(error.value) == f"there is no flag {words[0]}: use {use}"
+    assert re.split("[ ,]", use)[0][2:].replace("-", "_") in dataclasses.asdict(config())
+
+
+@pytest.mark.parametrize("name", ["imitation/sft", "rewards/dpo"])  # the second also has --max-new-tokens
+def test_a_name_that_a_program_has_is_its_own(load_script, name):
+    assert parse_config(load_script(f"{name}/train.py").Config, ["--max-length", "64"], "").max_length == 64
