@@ -38,6 +38,7 @@ SCHEMAS = (
     Schema("Alpaca", {"system": "system", "prompt": "instruction + input", "completion": "output"}),
     Schema("Orca DPO", {"system": "system", "prompt": "question"}),
     Schema("OpenOrca", {"system": "system_prompt", "prompt": "question", "completion": "response"}),
+    Schema("GSM8K, SFT", {"question": "question", "worked": "answer"}),
     Schema("OpenAI", {"messages": "messages"}),
 )
 
@@ -218,12 +219,27 @@ def _conversation(row: Row) -> tuple[object, str]:
             for name in ("history", "context"):
                 if row.get(name):
                     raise _lost(name)
+    if not found and (worked := _worked(row)):
+        found["question and answer, its steps as a thought"] = worked
     turns, path = _agreed(found, "conversations")
     if turns is not None and (verdict := _verdict(row)):
         good = CONVERT.format(f"filter(lambda row: row[{verdict!r}]).remove_columns({verdict!r})")
         raise ValueError(f"a completion with a label (KTO) may be a bad one: {good} keeps the good ones")
     whole = _with_system(row, turns) if isinstance(turns, list) else turns
     return whole, path if whole is turns else f"system and {path}"
+
+
+def _worked(row: Row) -> list[dict]:
+    """GSM8K's question, and its worked answer in the form that --task gsm8k asks for; [] for other rows.
+
+    The marks `<<48/2=24>>` are for a calculator (Cobbe et al. 2021, arXiv 2110.14168), which nobody calls here.
+    """
+    steps, _, gold = str(row.get("answer")).rpartition("####")
+    thought, gold = re.sub("<<[^<>]*>>", "", steps).strip(), gold.strip()
+    if not (isinstance(row.get("question"), str) and thought and gold):
+        return []
+    answer = f"<think>\n{thought}\n</think>\n\n<answer>{gold}</answer>"
+    return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}]
 
 
 def _verdict(row: Row) -> str | None:

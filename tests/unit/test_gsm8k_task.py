@@ -12,6 +12,7 @@ from decisions import decisions, tagged
 from common.errors import UserError
 from tasks import gsm8k
 
+from harness.data.data import read_rows
 from harness.data.rows import Row
 from harness.task.row_checks import try_solutions
 from harness.task.scorer import Scorer
@@ -60,6 +61,38 @@ def test_every_published_gold_is_read(name, num_rows, num_unread):
         rewards = gsm8k.reward(row, gsm8k.solution(row))
         assert rewards["correct"] == rewards["integer_answer"] == 1
         assert gsm8k.reward(row, f"<answer>{gsm8k.gold(row) + 1}</answer>")["correct"] == 0
+
+
+@pytest.mark.parametrize("name", ["test", "train"])
+def test_published_solutions_are_learned_in_the_form_that_is_rewarded(name):
+    """Their steps without the marks of a calculator, which is not there."""
+    path = PUBLISHED / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    for row in read_rows(str(path), {"messages": list}):
+        user, assistant = row["messages"]
+        assert user == {"role": "user", "content": row["question"]}
+        rewards, text = gsm8k.reward(row, assistant["content"]), assistant["content"]
+        assert rewards["correct"] == rewards["strict_format"] == 1
+        assert not any(mark in text for mark in ("<<", ">>", "####"))
+        steps = row["answer"].partition("####")[0].strip()
+        assert text.partition("\n</think>")[0].split("\n")[1:] == [bare(line) for line in steps.split("\n")]
+
+
+def bare(line: str) -> str:
+    """A line without the marks, by a loop."""
+    while "<<" in line:
+        before, _, rest = line.partition("<<")
+        line = before + rest.partition(">>")[2]
+    return line
+
+
+def test_rows_without_steps_are_no_conversations(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for answer in ("72", "#### 72", "48+24 = 72\n#### ", 72, None):
+        path.write_text(json.dumps({"question": "How many clips?", "answer": answer}))
+        with pytest.raises(UserError, match="the field 'messages' is missing"):
+            read_rows(str(path), {"messages": list})
 
 
 def test_the_easy_questions_follow_their_rule_and_are_answerable(load_script):
