@@ -14,7 +14,7 @@ SPINS = "1000"
 # How the names of programs begin
 PROGRAMS = (
     *("train", "build_index", "serve_index", "make_questions"),
-    *("sample_responses", "score_responses", "make_pairs", "make_chats", "make_policy"),
+    *("sample_responses", "score_responses", "make_pairs", "make_chats", "format_chats", "make_policy"),
     *("evaluate", "export", "chat", "math_levels", "smollm2"),
 )
 

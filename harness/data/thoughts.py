@@ -14,6 +14,7 @@ from harness.base.terminal import say
 
 LONGCOT = "longcot_config.json"  # beside a model's weights
 KNOWN_TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"))
+RESPONSE_TAGS = ("<response>", "</response>")  # around an answer, after the thought
 ROWS_READ = 256  # of a data set, to find its tags
 LONGCOT_TEXTS = ("longcot_delimiter", "end_delimiter", "start_think_marker")
 
@@ -107,14 +108,17 @@ def _read_longcot(given: str, path: Path) -> ThoughtFormat | None:
 def write_longcot(tokenizer, rows: list[Trajectory], run: Path) -> None:
     """Write longcot_config.json beside a policy that has learned these rows, if most have a thought in known tags.
 
-    The marker of its beginning is null if the chat template writes it, so that nothing writes it a second time.
+    The marker of its beginning is null if the chat template writes it, so that nothing writes it a second time. If most
+    answers are in `<response>`, these tags delimit them.
     """
     texts = [tokenizer.decode(row.completion_ids, skip_special_tokens=True).strip() for row in rows[:ROWS_READ]]
     for begins, ends in KNOWN_TAGS:
         thoughts = [text.partition(ends)[0] for text in texts if ends in text]
         if sum(bool(thought.removeprefix(begins).strip()) for thought in thoughts) * 2 > len(texts):
             is_written = sum(thought.startswith(begins) for thought in thoughts) * 2 > len(thoughts)
-            values = (ends, None, begins if is_written else None)
+            answers = [text.partition(ends)[2].strip() for text in texts]
+            has_tags = sum(answer.startswith(RESPONSE_TAGS[0]) for answer in answers) * 2 > len(texts)
+            values = (*(RESPONSE_TAGS if has_tags else (ends, None)), begins if is_written else None)
             config = json.dumps({"longcot": True, **dict(zip(LONGCOT_TEXTS, values, strict=True))}, indent=2)
             for place in (run / "final", run / "final_merged"):
                 if place.is_dir():

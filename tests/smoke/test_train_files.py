@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import re
@@ -25,7 +26,8 @@ from harness.base.checks import check_ranges, flag
 from harness.base.config import LORA_LR_FACTOR, RESOLVED
 from harness.base.flags import read_marks
 from harness.base.places import in_experiments
-from harness.data.thoughts import ThoughtFormat, read_format
+from harness.cli.parse import with_absolute_paths
+from harness.data.thoughts import LONGCOT, ThoughtFormat, answer_of, read_format
 
 pytestmark = pytest.mark.drawn
 
@@ -112,7 +114,7 @@ def test_help_explains_the_flags_of_the_experiment_and_names_the_others(path):
     assert lines == [f"{title.removesuffix(' options')}: {' '.join(flags)}" for title, flags in others]
 
 
-PROGRAMS = ("evaluate.py", "chat.py", "export.py", "imitation/sft/make_chats.py")
+PROGRAMS = ("evaluate.py", "chat.py", "export.py", *(f"imitation/sft/{name}_chats.py" for name in ("make", "format")))
 PROGRAMS += tuple(f"rewards/reward_model/{name}.py" for name in ("sample_responses", "score_responses", "make_pairs"))
 
 
@@ -307,6 +309,33 @@ def test_sft_writes_the_tags_of_the_thoughts_that_it_has_learned(tmp_path, monke
     run = tmp_path / "runs" / "sft" / "smoke"
     for name in ("final", "final_merged"):
         assert read_format(str(run / name)) == ThoughtFormat("<think>", "</think>")
+
+
+@pytest.mark.parametrize(("form", "tags"), [
+    ("think", ThoughtFormat()),
+    ("think-response", ThoughtFormat("<think>", "<response>", answer_ends="</response>")),
+    ("answer", None),
+    ("response", None),
+])  # fmt: skip
+def test_every_form_of_thoughts_is_learned_and_its_tags_are_read(tmp_path, monkeypatch, load_script, form, tags):
+    """One command makes the file, two steps learn it, and --answer-begins reads the tags of the policy."""
+    monkeypatch.chdir(tmp_path)
+    answers = [{"role": "assistant", "content": str(n), "thinking": "1+1=2"} for n in range(8)]
+    write_rows("thoughts.jsonl", [{"messages": [{"role": "user", "content": "Say it"}, answer]} for answer in answers])
+    load_script("imitation/sft/format_chats.py").main(
+        ["--data", "thoughts.jsonl", "--form", form, "--output", "chats.jsonl"]
+    )
+    flags = ("--data", "chats.jsonl", "--epochs", "2", "--name", "smoke")
+    load_script("imitation/sft/train.py").main(["--model", "tiny", *flags])
+    run = tmp_path / "runs" / "sft" / "smoke"
+    assert json_of(run / "summary.json")["steps"] == 2
+    if tags is None:
+        assert not (run / "final" / LONGCOT).exists()
+        return
+    learned = json.loads(Path("chats.jsonl").read_text().splitlines()[5])["messages"][-1]["content"]
+    judge = load_script("experiment_base/train.py").Config(answer_begins="runs/sft/smoke/final")
+    assert read_format(with_absolute_paths(judge).answer_begins) == tags
+    assert answer_of(learned, tags) == answer_of(learned, tags, strict=True) == "5"
 
 
 def test_make_policy_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):

@@ -14,6 +14,7 @@ from harness.cli.parse import with_absolute_paths
 from harness.data.thoughts import LONGCOT, ThoughtFormat, answer_of, check_is_shown, read_format, write_longcot
 
 TAGGED = ThoughtFormat(answer_begins="<response>", answer_ends="</response>")
+RESPONSE = ThoughtFormat("<think>", "<response>", answer_ends="</response>")  # as longcot_config.json writes it
 
 CASES = [  # the text; the answer, and the answer when only the strict form is accepted
     ("<think>a</think>b", "b", "b"),
@@ -162,6 +163,11 @@ def learned(tokenizer, *answers: str) -> list[Trajectory]:
         (["a</think>b"], ThoughtFormat("", "</think>")),  # the template has opened the thought
         (["<think>\n</think>b", "</think>b"], None),
         (["<mine>a</mine>b"], None),
+        (["<think> a </think>\n<response> b </response>"] * 2 + ["<think>a</think>b"], RESPONSE),
+        (["<think>a</think><response>b</response>", "<think>a</think>b"], ThoughtFormat()),
+        (["a</think><response>b</response>"], RESPONSE._replace(thought_begins="")),
+        (["<think></think><response>b</response>"], None),
+        (["<response> b </response>"], None),
     ],
 )
 def test_what_sft_writes_is_read_again(tmp_path, tokenizer, answers, tags):
