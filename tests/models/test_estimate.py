@@ -62,6 +62,20 @@ def test_the_table_for_eight_gpus_is_that_of_the_formula(load_script, monkeypatc
     assert set(rows) <= set((ROOT / "docs" / "eight_gpus.md").read_text(encoding="utf-8").splitlines())
 
 
+def test_the_estimates_for_long_rows_are_those_of_the_formula(load_script, tmp_path):
+    benchmark, text = load_script("benchmarks/model_memory.py"), (ROOT / "docs" / "real_models.md").read_text("utf-8")
+    (command,) = re.findall(r"^python imitation/sft/train.py --model \S+ (.*) --estimate .*$", text, re.MULTILINE)
+    model = benchmark.write_model(tmp_path / "model", benchmark.EIGHT_BILLION)
+
+    flags = (*command.split(), "--dtype", "bfloat16", "--device", "cpu")
+    for more, launch, where in (
+        ((), ("fsdp2", 8), "on each of eight GPUs with FSDP2"),
+        (("--lora-rank", "16"), ("one", 1), "on one GPU"),
+    ):
+        found = benchmark.estimate(model, (*flags, *more), 0, *launch, "imitation/sft/train.py", "cuda")
+        assert f"{found['peak'] / 1e9:.0f} GB {where}" in " ".join(text.split())
+
+
 def test_moments_in_8_bits_take_a_quarter(configure):
     config, shape = configure()
     eight = dataclasses.replace(config, optimizer="adamw_8bit")
