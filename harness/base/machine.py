@@ -32,7 +32,9 @@ NO_KERNEL = "could not create a primitive"
 
 def describe_machine() -> dict:
     """Versions, machine and commit, which every figure needs."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    # --git-dir: in an archive that was unpacked in a checkout of something else, git would find that one's commit
+    command = ["git", "-C", str(ROOT), "--git-dir=.git"]
+    command += ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = None  # not a checkout, or no git
     with suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()

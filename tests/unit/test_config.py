@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +242,19 @@ def test_affinity_and_the_limit_of_a_container_bound_the_cores(monkeypatch, tmp_
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit, encoding="utf-8")
     assert machine.usable_cores() == cores
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_a_run_records_its_own_commit_and_no_other(tmp_path, monkeypatch):
+    """An archive may be unpacked in a checkout of something else."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message", "x"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+    (tmp_path / "unpacked").mkdir()
+    for root, commit in ((tmp_path, head), (tmp_path / "unpacked", None)):
+        monkeypatch.setattr(machine, "ROOT", root)
+        assert machine.describe_machine()["commit"] == commit
 
 
 def test_a_resumed_run_keeps_its_number(load_script, tmp_path, many_cores):

@@ -202,6 +202,7 @@ def test_every_logged_key_is_explained():
         assert any(place in explained for place in places), key
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @pytest.mark.parametrize("patch", sorted(in_experiments("*.patch")), ids=lambda path: path.parent.name)
 def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     scripts = re.findall(r"^\+\+\+ b/([\w/]+/\w+\.py)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
