@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from common import __version__
 from common.errors import UserError
 
 from harness.base.checks import flag
@@ -38,8 +39,9 @@ def describe_machine() -> dict:
     commit = None  # not a checkout, or no git
     with suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    versions = {"rl-textbook": __version__, "python": platform.python_version()}
     return {
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+        "versions": versions | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": commit,

@@ -176,7 +176,7 @@ def test_versions_are_the_same_everywhere():
     citation, hooks = (
         yaml.safe_load((ROOT / name).read_text("utf-8")) for name in ("CITATION.cff", ".pre-commit-config.yaml")
     )
-    assert citation["version"] == project["version"]
+    assert citation["version"] == project["version"] == common.__version__
     used = {package for hook in hooks["repos"][0]["hooks"] for package in hook["additional_dependencies"]}
     assert used == {package for package in project["optional-dependencies"]["test"] if package.startswith("ruff")}
 
