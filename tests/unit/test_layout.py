@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,16 @@ def tracked() -> list[str]:
 def test_the_root_has_at_most_30_entries(tracked):
     """And agents/, a chapter that begins with its first experiment; and dojo/, for python -m dojo."""
     assert len({name.partition("/")[0] for name in tracked if name[0] != "."} - {"agents", "dojo"}) <= 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools")
+def test_pip_builds_no_wheel(tmp_path):
+    """It would lack the policies. That pip install -e . works is shown by the environment of these tests."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", str(ROOT)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "not a library: clone it, and run `pip install -e .` there" in result.stderr
 
 
 def test_no_file_names_what_has_moved(tracked):
