@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_OURS = {"runs", "exports", *(path.parent.name for path in ROOT.glob("*/pyvenv.cfg"))}
 PAGES = sorted(
     path
-    for path in ROOT.glob("**/*.md")
+    for path in [*ROOT.glob("**/*.md"), ROOT / "llms.txt"]
     if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 SOURCES = ("common", "fast", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*", *CHAPTERS)
