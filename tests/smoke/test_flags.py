@@ -753,7 +753,7 @@ def test_every_flag_has_an_entry(load_script, setup):
     judged |= {"judge", "judge_model", "judge_url"} & flags
     known = known - {"no_pack"} | {"pack", "keep_checkpoints"}  # the latter is in settings.yaml
     refused = {"data", "device", "model", "resume"}  # what does not exist: refusals.txt
-    assert known | judged | elsewhere | refused | {"estimate", "gpus", "gpu_memory", "watch"} == flags
+    assert known | judged | elsewhere | refused | {"estimate", "gpus", "gpu_memory", "watch", "verbose"} == flags
 
 
 @pytest.mark.slow
