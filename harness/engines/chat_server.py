@@ -8,14 +8,14 @@ import torch
 
 from common.keyed import keyed_generator
 
-from harness.engines.vllm import VLLM, RefusedError
+from harness.engines.client import Client, RefusedError
 
 SEEDS = 2**31  # of a request; every server takes these
 BUSY = (429, 503)  # after these statuses a request is sent again
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between the attempts
 
 
-class ChatServer(VLLM):
+class ChatServer(Client):
     """Answers with texts. The server renders the conversation with its model's own template."""
 
     def __init__(self, url: str, model: str | None = None, seconds: float = 600.0):

@@ -21,8 +21,9 @@ from common.policy import Policy
 from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
 
+from harness.engines.client import Completion
 from harness.engines.folder import export, export_divided
-from harness.engines.vllm import VLLM, Completion
+from harness.engines.vllm import VLLM
 
 MOST_REQUESTS = 64  # at the same time, one per prompt; the engine batches them
 SEEDS = 2**62  # range of seeds for prompts; completion j of a prompt has its seed + j
@@ -54,10 +55,9 @@ class Engine:
     Weights of `dtype` are written into `folder`, which the engine must see under the same path.
     """
 
-    length_flag = "--max-model-len"  # the server's flag for `max_length`
-
     def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32):
         self.server = VLLM(url, dtype)
+        self.length_flag = self.server.length_flag
         self.folder, self.dtype = folder, dtype
         self.max_length = self.server.max_length  # prompt plus completion
         self.seconds = {"weights": 0.0, "generation": 0.0}  # for the samples whose `result` was the last one

@@ -5,10 +5,10 @@ python -m vllm.entrypoints.openai.api_server --model REWARD_MODEL --runner pooli
 
 import torch
 
-from harness.engines.vllm import VLLM
+from harness.engines.client import Client
 
 
-class RewardServer(VLLM):
+class RewardServer(Client):
     """A server whose model gives a conversation one number, without an activation, which would flatten differences."""
 
     def __init__(self, url: str):

@@ -12,14 +12,14 @@ from common.errors import EngineError, UserError
 from common.experience import Experience
 from common.policy import Policy
 
+from harness.engines.client import Client
 from harness.engines.engine import raise_together
-from harness.engines.vllm import VLLM
 from harness.models.pretrained import PROBE
 
 MOST_REQUESTS = 64  # at the same time, one per row
 
 
-class TeacherServer(VLLM):
+class TeacherServer(Client):
     """Called with an experience, it returns the teacher's log-probs of the action tokens.
 
     A request holds the ids of one row. Every token of the answer is compared with the policy's, id and text.

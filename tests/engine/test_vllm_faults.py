@@ -13,6 +13,7 @@ from policies import gap, scale
 
 from common.errors import EngineError
 
+import harness.engines.client
 import harness.engines.vllm
 
 COMPLETIONS, RELOAD, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_cache"
@@ -207,7 +208,7 @@ def test_a_busy_cache_is_waited_for(server, engine, policy, monkeypatch):
 
 
 def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, policy, monkeypatch):
-    monkeypatch.setattr(harness.engines.vllm, "HEALTH", 0.2)
+    monkeypatch.setattr(harness.engines.client, "HEALTH", 0.2)
     server.fault("hang", None, COMPLETIONS)
     waiting = engine.begin(policy, PROMPTS, 2, **SETTINGS)
     deadline = time.monotonic() + 60
@@ -222,7 +223,7 @@ def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, 
 def test_a_server_that_hangs_is_given_up(server, engine, policy, monkeypatch):
     """The client asks whether the server is alive, and gets no answer."""
     for name in ("HEALTH", "ALIVE"):
-        monkeypatch.setattr(harness.engines.vllm, name, 0.3)
+        monkeypatch.setattr(harness.engines.client, name, 0.3)
     engine.push(policy)
     for path in (COMPLETIONS, "/health"):
         server.fault("hang", None, path)
