@@ -18,7 +18,7 @@ NOT_LEARNED |= {"command", "experiment", "about", "loss", "processes", "sources"
 NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every", "progress"}
 NOT_LEARNED |= {"micro_batch_size", "tokens_per_micro_batch", "pack", "generation_batch_size", "tensor_parallel"}
 NOT_LEARNED |= {"engine_url", "engine", "config", "wandb_project", "wandb_group", "watch", "profile", "keep_best"}
-NOT_LEARNED |= {"eval_sets", "eval_suite", "changed", "replicas"}
+NOT_LEARNED |= {"engine_sleep", "eval_sets", "eval_suite", "changed", "replicas", "verbose"}
 MOST_SHOWN = 3  # settings in the label of a group
 
 Groups = dict[str, list[Run]]

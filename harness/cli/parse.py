@@ -272,6 +272,10 @@ def _check_engine(config: ConfigT) -> None:
             "an engine samples here: give --engine-url URL of one that runs, or --engine-start PYTHON of an "
             "environment that has the engine, and not both"
         )
+    if config.engine_sleep and (getattr(config, "steps_ahead", 0) or getattr(config, "push_every", 1) > 1):
+        raise UserError(
+            "--engine-sleep frees the engine's weights in every step: omit --steps-ahead, and --push-every above 1"
+        )
     if config.load_in == "8bit":
         raise UserError("--load-in 8bit rounds activations, which an engine would not: use --load-in 4bit, or omit it")
 

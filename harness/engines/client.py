@@ -43,6 +43,7 @@ class Client:
     """
 
     length_flag: str  # the server's flag for `max_length`
+    can_sleep = False
 
     def __init__(self, url: str, dtype: torch.dtype):
         try:

@@ -37,8 +37,11 @@ class Sampling(NamedTuple):
     future: "Future[list[Trajectory]]"
     seconds: dict[str, float]
 
-    def result(self) -> list[Trajectory]:
-        """Wait for the trajectories of this rank. All ranks call it together; if one rank fails, all do."""
+    def result(self, sleeps: bool = True) -> list[Trajectory]:
+        """Wait for the trajectories of this rank. All ranks call it together; if one rank fails, all do.
+
+        With `sleeps`, an engine that sleeps during updates then goes to sleep.
+        """
         rows, error = [], None
         try:
             rows = self.future.result()
@@ -46,17 +49,20 @@ class Sampling(NamedTuple):
             error = raised
         raise_together(error)
         self.engine.seconds = self.seconds
+        if sleeps and self.engine.sleeps:
+            self.engine.sleep()
         return rows
 
 
 class Engine:
     """An inference engine at http://host:port. Its `sample` can replace `common.sampling.sample`.
 
-    Weights of `dtype` are written into `folder`, which the engine must see under the same path.
+    Weights of `dtype` are written into `folder`, which the engine must see under the same path. If it `sleeps`, it has
+    no weights and no cache between the `result` of a sampling and the next one, which pushes them again.
     """
 
-    def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32):
-        self.server = VLLM(url, dtype)
+    def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32, sleeps: bool = False):
+        self.server, self.sleeps = VLLM(url, dtype), sleeps
         self.length_flag = self.server.length_flag
         self.folder, self.dtype = folder, dtype
         self.max_length = self.server.max_length  # prompt plus completion
@@ -72,7 +78,7 @@ class Engine:
         completion's index. `generation_batch_size` has no effect: the engine forms its own batches. Under `top_p` below
         1, vLLM records the log-probs of the truncated distribution.
         """
-        return self.begin(policy, prompts, group_size, **settings).result()
+        return self.begin(policy, prompts, group_size, **settings).result(sleeps=False)  # more may be asked at once
 
     def begin(
         self,
@@ -136,6 +142,8 @@ class Engine:
             elif is_main():
                 export(policy, self.folder, self.dtype)
             if is_main():
+                if self.sleeps:
+                    torch.cuda.empty_cache()  # the trainer keeps what it has freed, and the engine needs it now
                 self.server.load(self.folder)
         except (OSError, SafetensorError) as fault:
             where = f"for {self.server.about} could not be written to {self.folder}"
@@ -145,6 +153,16 @@ class Engine:
         raise_together(error)
         self._holds = mark
         return True
+
+    def sleep(self) -> None:
+        """Let the engine free its weights, so that even unchanged ones are pushed again. All ranks call it together."""
+        self._holds, error = None, None
+        try:
+            if is_main():
+                self.server.sleep()
+        except EngineError as fault:
+            error = fault
+        raise_together(error)
 
     def costs(self) -> dict[str, float]:
         """Seconds spent on weights and on generation, for the samples whose `result` was the last one."""

@@ -21,7 +21,9 @@ CACHE_SECONDS = 30.0  # to empty the prompt cache, which waits for other request
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, device: str) -> list[str]:
+def server_flags(
+    folder: Path, port: int, length: int, dtype: torch.dtype, device: str, sleeps: bool = False
+) -> list[str]:
     """Arguments for vLLM's Python that start a server with the weights in `folder`."""
     given = {"model": folder, "served-model-name": "policy", "host": "127.0.0.1", "port": port}
     given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
@@ -29,7 +31,8 @@ def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, devic
     on_cpu = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", "1G")
     beside = ("--gpu-memory-utilization", "0.4")  # the trainer can be on the same GPU
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
+    flags += [*(on_cpu if device == "cpu" else beside), *(("--enable-sleep-mode",) if sleeps else ())]
+    return ["-m", "vllm.entrypoints.openai.api_server", *flags]
 
 
 class VLLM(Client):
@@ -49,6 +52,9 @@ class VLLM(Client):
             found, mode = settings["model_config"]["dtype"], settings["model_config"]["logprobs_mode"]
             is_chunked = settings["scheduler_config"]["enable_chunked_prefill"]
             is_cpu = settings["device_config"]["device"] == "cpu"
+            self.can_sleep = settings["model_config"]["enable_sleep_mode"]
+            # a run that was interrupted leaves it asleep
+            self._is_asleep = self._request("GET", "/is_sleeping", seconds=ALIVE)["is_sleeping"]
         except RefusedError as error:
             if error.status != 404:
                 raise
@@ -65,10 +71,18 @@ class VLLM(Client):
             raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def load(self, folder: Path) -> None:
-        """Make the server load the weights in `folder`, and drop everything that it computed with the old ones."""
+        """Make the server load the weights in `folder`, and drop everything that it computed with the old ones.
+
+        A server that sleeps wakes up; its cache gets memory last, when what the load needs on the way is free again.
+        """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         try:
+            if self._is_asleep:
+                self._request("POST", "/wake_up?tags=weights")
             self._request("POST", "/collective_rpc", body)
+            if self._is_asleep:
+                self._request("POST", "/wake_up?tags=kv_cache")
+                self._is_asleep = False
         except EngineError as error:
             raise EngineError(f"{error}: its weights can be incomplete until it has loaded others") from error
         deadline = time.monotonic() + CACHE_SECONDS
@@ -76,6 +90,11 @@ class VLLM(Client):
             if time.monotonic() > deadline:
                 raise EngineError(f"{self.about} is busy with other programs' requests: a server is for one run only")
             time.sleep(0.1)
+
+    def sleep(self) -> None:
+        """Make the server free its weights and its cache. Until `load`, it samples nothing."""
+        self._is_asleep = True
+        self._request("POST", "/sleep?level=2")  # level 1 would keep the weights, in the CPU's memory
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:
         """Request completions of one prompt. Completion j has the seed + j; all prompts share `settings`."""

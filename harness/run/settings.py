@@ -29,7 +29,7 @@ NOT_FLAGS |= {"changed"}  # the names of the settings that are not the defaults
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
-MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url")
+MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "engine_sleep", "reward_model_url", "teacher_url")
 MAY_CHANGE += ("judge_url", "tensor_parallel", "replicas", "watch", "verbose")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 

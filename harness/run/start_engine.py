@@ -42,6 +42,8 @@ class EngineConfig(RunConfig):
     engine_start: OfEngine[str | None] = None
     # dtype of the engine's weights; None: as --dtype
     engine_dtype: OfEngine[Literal["float32", "bfloat16"] | None] = None
+    # vLLM frees its weights and its cache during log-probs and update: for a server of this run alone, on its GPU
+    engine_sleep: OfEngine[bool] = False
 
 
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
@@ -57,7 +59,7 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
         export(policy, folder, dtype)
         length = fitting_length(task, policy, config.system_prompt, config.max_new_tokens)
         port, log = free_port(), run.directory / LOG
-        flags = server_flags(folder, port, length, dtype, config.device)
+        flags = server_flags(folder, port, length, dtype, config.device, config.engine_sleep)
         say(f"starting an engine, which can take a minute; its output is in {log}")
         try:
             servers.append(ChildServer(server_command(config.engine_start, flags), port, log, ENVIRONMENT))
@@ -72,10 +74,12 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
 
     url = config.engine_url or on_main(start)
     with together():
-        engine = Engine(url, folder, dtype)
+        engine = Engine(url, folder, dtype, config.engine_sleep)
     for server in servers:
         engine.server.ending = partial(server.ending, within=5.0)
     run.contexts.enter_context(closing(engine))
+    if config.engine_sleep and not engine.server.can_sleep:
+        raise EngineError(f"{engine.server.about} cannot sleep: start vLLM with --enable-sleep-mode")
     check_context(config, task, policy, engine)
     task.fits_context = True  # evaluations need not check again
     return engine

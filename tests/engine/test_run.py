@@ -165,6 +165,36 @@ def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tm
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_1"]
 
 
+def test_a_run_whose_engine_sleeps_is_the_run_whose_engine_does_not(stand_in, train, at_step, tmp_path):
+    """With evaluations between, and after a resumption that finds the engine asleep."""
+    server = stand_in(enable_sleep_mode=True)
+    flags = ("--steps", "3", "--eval-every", "2", "--checkpoint-every", "1", "--engine-url", server.url)
+    awake = train("awake", *flags)
+    assert not server.calls["/sleep"]
+    at_step(1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train("asleep", *flags, "--engine-sleep")
+    assert server.engine.asleep
+    asleep = train("asleep", "--resume", str(tmp_path / "asleep" / "engine" / "x"))
+    assert server.calls["/sleep"] == 3
+    assert not server.engine.asleep
+    for new, old in zip(rows_of(asleep), rows_of(awake), strict=True):
+        assert new.keys() == old.keys()
+        for name in new.keys() - {name for name in new if name.startswith(("time/", "memory/"))}:
+            assert new[name] == pytest.approx(old[name], rel=1e-4, abs=1e-5), name  # batches round differently
+
+
+def test_a_server_that_cannot_sleep_is_refused(stand_in, train):
+    with pytest.raises(UserError, match=r"cannot sleep: start vLLM with --enable-sleep-mode$"):
+        train("cannot", "--steps", "1", "--engine-url", stand_in().url, "--engine-sleep")
+
+
+@pytest.mark.slow
+@posix
+def test_a_server_that_the_run_starts_can_sleep(train):
+    assert len(differences(train("started", "--steps", "2", *START, "--engine-sleep"))) == 2
+
+
 # Engines that are lost
 
 

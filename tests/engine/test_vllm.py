@@ -7,6 +7,7 @@ import copy
 import math
 from itertools import pairwise
 
+import httpx2
 import pytest
 import torch
 from policies import gap, load, scale
@@ -244,6 +245,46 @@ def test_new_weights_wait_for_samples_of_the_old_ones(stand_in, connect, policy,
     monkeypatch.setattr(engine.server, "load", load)
     engine.sample(policy, prompts, 4, **SETTINGS)
     assert are_sampled == [True]
+
+
+# Sleep ---------------------------------------------------------------------------------------------------------------
+
+
+def test_after_sleep_even_unchanged_weights_are_pushed(engine_url, connect, policy, prompts):
+    """It lasts from the result of a step to whatever is sampled next; an evaluation does not end in sleep."""
+    engine = connect(engine_url, torch.float32, True)
+
+    def is_asleep() -> bool:
+        return httpx2.get(f"{engine_url}/is_sleeping", trust_env=False).json()["is_sleeping"]
+
+    for push in (True, True, False):
+        rows = engine.begin(policy, prompts, 4, push=push, **SETTINGS).result()
+        assert is_asleep()
+        assert engine.costs()["time/weights"] > 0
+        assert gap(policy, rows) < CLOSE
+    assert gap(policy, engine.sample(policy, prompts, 2, greedy=True, **SETTINGS)) < CLOSE
+    assert engine.costs()["time/weights"] > 0
+    assert not is_asleep()
+    step(policy)
+    assert gap(policy, engine.sample(policy, prompts, 2, **SETTINGS)) < CLOSE
+    rows = engine.begin(policy, prompts, 2, **SETTINGS).result()
+    assert engine.costs()["time/weights"] == 0
+    assert gap(policy, rows) < CLOSE
+    assert is_asleep()
+    later = connect(engine_url)  # a run whose predecessor was interrupted
+    assert gap(policy, later.sample(policy, prompts, 2, **SETTINGS)) < CLOSE
+    assert not is_asleep()
+
+
+def test_a_load_that_fails_leaves_the_engine_asleep_for_the_next_one(stand_in, connect, policy, prompts):
+    server = stand_in(enable_sleep_mode=True)
+    engine = connect(server.url, torch.float32, True)
+    engine.begin(policy, prompts, 2, **SETTINGS).result()
+    server.fault("failed_reload", 1, "/collective_rpc")
+    with pytest.raises(EngineError, match="its weights can be incomplete until it has loaded others"):
+        engine.sample(policy, prompts, 2, **SETTINGS)
+    assert server.engine.asleep == {"kv_cache"}
+    assert gap(policy, engine.sample(policy, prompts, 2, **SETTINGS)) < CLOSE
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ RUNS = {  # by experiment, perhaps several with a word after its path
         "killed divided two",
         "killed",
     ),
-    "scale/engine": Row("--engine-url URL"),
+    "scale/engine": Row("--engine-url URL --engine-sleep"),
     "scale/mesh": Row("", "killed divided"),  # of several processes: see gloo/test_mesh.py
     "scale/asynchronous": Row("--steps 4 --lag 2 --swap-every 4 --correction tis", quick="killed"),
 }
@@ -227,7 +227,8 @@ def main(place: str, url: str, *names: str) -> None:
 @pytest.fixture(scope="module")
 def server(api_server):
     flags = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
-    stand_in = api_server.StandIn(ROOT / "data/policies/tiny_policy", no_enable_chunked_prefill=True, **flags)
+    flags |= {"no_enable_chunked_prefill": True, "enable_sleep_mode": True}
+    stand_in = api_server.StandIn(ROOT / "data/policies/tiny_policy", **flags)
     yield stand_in.start()
     stand_in.stop()
 

