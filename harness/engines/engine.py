@@ -21,8 +21,9 @@ from common.policy import Policy
 from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
 
-from harness.engines.client import Completion
+from harness.engines.client import Completion, RefusedError
 from harness.engines.folder import export, export_divided
+from harness.engines.sglang import SGLang
 from harness.engines.vllm import VLLM
 
 MOST_REQUESTS = 64  # at the same time, one per prompt; the engine batches them
@@ -62,7 +63,7 @@ class Engine:
     """
 
     def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32, sleeps: bool = False):
-        self.server, self.sleeps = VLLM(url, dtype), sleeps
+        self.server, self.sleeps = connect(url, dtype), sleeps
         self.length_flag = self.server.length_flag
         self.folder, self.dtype = folder, dtype
         self.max_length = self.server.max_length  # prompt plus completion
@@ -225,6 +226,16 @@ class Engine:
         ):
             if not is_right:
                 raise self.server.wrong(what)
+
+
+def connect(url: str, dtype: torch.dtype) -> VLLM | SGLang:
+    """The client for the server at `url`. SGLang's has no /version."""
+    try:
+        return VLLM(url, dtype)
+    except RefusedError as error:
+        if error.status != 404:
+            raise
+        return SGLang(url, dtype)
 
 
 def raise_together(error: EngineError | None) -> None:

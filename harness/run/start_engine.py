@@ -35,7 +35,7 @@ LOG = "engine.log"
 class EngineConfig(RunConfig):
     """The additional settings of an experiment that samples with an engine."""
 
-    # address of a vLLM server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
+    # address of a vLLM or SGLang server that runs, such as http://127.0.0.1:8000; None: --engine-start starts one
     engine_url: OfEngine[str | None] = None
     # the Python that has vLLM, and further flags for its server, which this run starts and ends:
     # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs

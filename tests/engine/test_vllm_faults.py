@@ -80,7 +80,7 @@ def test_what_is_no_address_is_refused(connect, url):
         (b"", "has not answered GET /version: "),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"', "has not answered GET /version: peer closed connection"),
         (http(PAGE), "has answered GET /version with something other than a JSON object"),
-        (http(PAGE, "404 Not Found"), "has refused GET /version (status 404: <!DOCTYPE html>"),
+        (http(PAGE, "404 Not Found"), "listing</title>): it is no server of vLLM or SGLang"),
         (http(b'{"error": "x"}', "401 Unauthorized"), "(status 401: x): give its key in the variable VLLM_API_KEY"),
         (http(b"{}"), "has answered with other settings than are known here"),
     ],
