@@ -4,6 +4,7 @@ Every page that a test opens must end without an error, a dialog, or a request t
 """
 
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
             assert_shows_token(page, row, 0)
     formula = {"base": "tokens of its row / num_rows", "mine": "of REINFORCE"}[name]
     assert formula in check.text_content()
+
+
+def test_mean_and_spread_beside_a_question_give_its_advantages(runs, open_page):
+    """The spread divides by G - 1, as experiment_base does, so that a reader can calculate with it."""
+    directory = runs["base"]
+    page = open_page(directory / "report.html")
+    texts = page.locator("#prompt-list .note").all_inner_texts()
+    shown = [tuple(map(float, re.findall(r"mean (\S+), spread (\S+)", text)[0])) for text in texts if "spread" in text]
+    rows = [row for row in read(directory, "samples.jsonl") if row["advantage"] and row["step"] == 1]
+    assert shown
+    assert rows
+    for row in rows:
+        assert any(abs((row["return"] - mean) / spread - row["advantage"]) < 0.01 for mean, spread in shown)
 
 
 def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):

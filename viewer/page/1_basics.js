@@ -94,7 +94,8 @@ const signed = (value, digits = 6) =>
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;
-const spread = (values) => Math.sqrt(mean(values.map((value) => (value - mean(values)) ** 2)));
+/** The standard deviation, which divides by n - 1, as the advantages of a group do. */
+const spread = (values) => Math.sqrt(sum(values.map((value) => (value - mean(values)) ** 2)) / Math.max(1, values.length - 1));
 
 /** The largest of `values`, and at least `least`; only finite values count. */
 const largest = (values, least) =>

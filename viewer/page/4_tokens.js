@@ -192,10 +192,22 @@ function numberTable({ numbers, i }) {
     element("span", { "data-key": "log_prob" }, exact(relative(update.log_probs))),
     ...names.map((name) => element("span", { "data-key": name }, numeral(name, numberIn(update, name, i)))),
   ]);
+  const meaning = [
+    ["When sampled", "as the sampler wrote it down."],
+    ["Old", "of the policy before the first update of this step: the denominator of the ratio. It has the same weights as the sampler, unless that is an engine or is behind, so that only rounding tells them apart."],
+    ["Reference", "of the frozen policy of the KL penalty; without one there is none."],
+  ];
+  const explained = element(
+    "details",
+    { class: "note" },
+    element("summary", {}, "Which log-probs are these?"),
+    meaning.map(([name, words]) => element("p", {}, element("b", {}, `${name}: `), words)),
+  );
   const unused = "No update used this completion, because its advantage is 0 and there is no KL term.";
   const head = ["update", "log-prob", ...names.map((name) => name.replaceAll("_", " "))];
   return [
     element("dl", { class: "numbers" }, facts),
+    !isGiven(row) && explained,
     updates.length ? table("The token in each update", head, passes) : element("p", { class: "note" }, unused),
   ];
 }

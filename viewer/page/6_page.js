@@ -171,7 +171,7 @@ function showCheck(entry) {
   const all = `The terms of all tokens of this step${of} add up to ${added}`;
   const sentences = {
     equal: `${all}; the run logged a loss of ${said}: equal to 1e-5.`,
-    part: `${entry.rows} of ${entry.of ?? "all"} rows were written: their terms are only a part of the logged loss, ${said}.`,
+    part: `${entry.rows} of ${entry.of ?? "all"} rows were written: their terms are only a part of the logged loss, ${said}. Every tenth step writes all rows (others write two groups), and there the two are compared.`,
     differs: `${all}, but the run logged ${said}: the terms do not add up to its loss.`,
     missing: `${all}; the run logged a loss of ${said}: one of the two is unknown.`,
     unknown: "The samples have no terms of the loss: an older version wrote them, or no update used them.",
