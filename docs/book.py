@@ -4,8 +4,8 @@
     mkdocs build -f docs/mkdocs.yml --strict                       # build/book, which python -m http.server can serve
 
 Every page has the path of its file in the repository, so a link between files is a link between pages. A source file
-becomes a page if a page links to it; a train.py shows the lines that differ from its parent's. The page of a run comes
-from a short run of experiment_base, which is kept in build/.
+becomes a page if a page links to it, and each train.py does; it shows the lines that differ from its parent's. The page
+of a run comes from a short run of experiment_base, which is kept in build/.
 """
 
 import ast
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
+
+from harness.base.places import in_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
 MATHJAX = Path(importlib.util.find_spec("mathjax").origin).parent / "static/mathjax/es5"  # django-static-mathjax
@@ -232,6 +234,7 @@ def on_files(files: Files, config) -> Files:
     site = Files([file for file in files if file.src_dir != config.docs_dir or file.src_uri.endswith((".css", ".js"))])
     notebooks = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
     queue = [*ours(".md"), *notebooks, *(ROOT / name for places in citations().values() for name, _ in places)]
+    queue += (path.with_name("train.py") for path in in_experiments("README.md"))
     queue += [target for page in EXERCISES.rglob("*.md") for target in linked_by(page)]
     for path in queue:  # which grows
         name = path.relative_to(ROOT).as_posix()

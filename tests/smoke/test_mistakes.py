@@ -469,8 +469,8 @@ def start_without_reader(cwd: Path, *argv: str, lines: int) -> tuple[int, str]:
 @pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
 @pytest.mark.slow
 def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path, cold):
-    # eight lines come before the first step
-    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=8)
+    # five lines come before the first step
+    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=5)
     assert status == 130
     assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\nits page", errors)
     assert "Traceback" not in errors
