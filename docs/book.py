@@ -22,6 +22,8 @@ from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
+import common
+
 from harness.base.places import in_experiments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +67,19 @@ Thirty exercises. They check themselves on your computer ([how](../docs/dojo.md)
 you have solved. Your browser keeps it.
 
 <progress id="dojo" aria-label="solved exercises" max="1" value="0"></progress> <span id="dojo-count"></span>"""
+
+
+PRINTED = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><link rel="stylesheet" href="print.css">
+<script>MathJax = {{options: {{ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex"}}}};</script>
+<script src="mathjax/tex-chtml.js"></script></head><body><h1>{title}</h1>
+<p>Version {version}</p>
+<ol>
+{contents}
+</ol>
+{pages}
+</body></html>
+"""
 
 
 class Shown(File):
@@ -312,3 +327,42 @@ def on_page_content(html: str, page, config, files) -> str:
     if language := TRANSLATION.fullmatch(page.file.src_uri):
         html = f'<div lang="{language[1]}">{html}</div>'
     return html.replace("__codelineno-0-", "L") if page.file.src_uri.endswith(".py") else html
+
+
+# The book on paper ----------------------------------------------------------------------------------------------------
+
+
+def on_nav(nav, config, files) -> None:
+    """Remember the order of the pages, for `on_post_build`."""
+    config.extra["order"] = nav.pages
+
+
+def on_post_build(config) -> None:
+    """Write print.html, the pages of prose as one, of which docs/book_pdf.py makes a PDF."""
+    skipped = {*UNSEARCHED, "docs/options.md", "book/run.md"}
+    pages = [page for page in config.extra["order"] if page.file.src_uri.endswith((".md", ".ipynb"))]
+    places = {page.file.dest_uri: f"page{n}" for n, page in enumerate(pages) if page.file.src_uri not in skipped}
+    pages = [page for page in pages if page.file.dest_uri in places]
+    contents = "\n".join(f'<li><a href="#{places[page.file.dest_uri]}">{page.title}</a></li>' for page in pages)
+    book = {"title": config.site_name, "version": common.__version__, "contents": contents}
+    text = PRINTED.format(**book, pages="\n".join(as_section(page, places) for page in pages))
+    (Path(config.site_dir) / "print.html").write_text(text, encoding="utf-8")
+
+
+def as_section(page, places: dict[str, str]) -> str:
+    """A page as a section: its links lead to other sections, or nowhere, since source files are not on paper."""
+    folder, own = os.path.dirname(page.file.dest_uri), places[page.file.dest_uri]
+
+    def moved(match: re.Match) -> str:
+        attribute, target = match[1], match[2]
+        if "://" in target or target.startswith(("data:", "mailto:")):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        path = os.path.normpath(os.path.join(folder, path)) if path else page.file.dest_uri
+        if attribute == "src":
+            return f'src="{path}"'
+        return f'href="#{places[path]}{"-" if anchor else ""}{anchor}"' if path in places else ""
+
+    html = re.sub(r'\bid="', f'id="{own}-', page.content).replace("<details", "<details open")
+    html = re.sub(r"<iframe.*?</iframe>", "", html, flags=re.DOTALL)
+    return f'<section id="{own}">' + re.sub(r'\b(href|src)="([^"]*)"', moved, html) + "</section>"

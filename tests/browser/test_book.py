@@ -53,6 +53,20 @@ def address(book) -> Iterator[str]:
         server.shutdown()
 
 
+def test_the_book_on_paper_has_every_chapter(book, browser, load_script, tmp_path):
+    """One PDF, whose links lead to places in it."""
+    text = (book / "print.html").read_text(encoding="utf-8")
+    ids = set(re.findall(r' id="([^"]+)"', text))
+    links = re.findall(r' href="#([^"]+)"', text)
+    assert len(links) > 500
+    assert [link for link in links if unquote(link) not in ids] == []
+    for page in ("experiment_base: GRPO", "Letters and words", "scale/mesh"):
+        assert page in text
+    load_script("docs/book_pdf.py").write_pdf(book, tmp_path / "book.pdf", browser)
+    pages = re.findall(rb"/Type /Page\b", (tmp_path / "book.pdf").read_bytes())
+    assert 200 < len(pages) < 600
+
+
 def test_every_link_leads_to_a_file_and_to_a_place_in_it(book, pages):
     """Also the links to lines of source files, and those in the committed Markdown."""
     anchors = {path: set(re.findall(r'\b(?:id|name)="?([^"> ]+)', text)) for path, text in pages.items()}

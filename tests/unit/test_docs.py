@@ -45,6 +45,7 @@ PLAIN_SCRIPTS = {
     "viewer/curve.py",
     "imitation/tiny_policy/make_gsm8k_easy.py",
     "docs/notebooks/execute.py",
+    "docs/book_pdf.py",
     "tests/lab_reference.py",
 }
 
