@@ -34,6 +34,7 @@ from harness.base.config import (
     Count,
     CountOrZero,
     InputPath,
+    JudgedConfig,
     LocalPath,
     ModelConfig,
     OfData,
@@ -59,7 +60,7 @@ from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(ModelConfig, JudgedConfig):
     FIRST_GROUP: ClassVar[str] = "sampling"
 
     num_samples: CountOrZero = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
