@@ -194,7 +194,7 @@ function numberTable({ numbers, i }) {
   ]);
   const meaning = [
     ["When sampled", "as the sampler wrote it down."],
-    ["Old", "of the policy before the first update of this step: the denominator of the ratio. It has the same weights as the sampler, unless that is an engine or is behind, so that only rounding tells them apart."],
+    ["Old", "of the policy before the first update of this step: the denominator of the ratio. The sampler had the same weights, unless it was behind, so only rounding tells the two apart; an engine rounds in its own way."],
     ["Reference", "of the frozen policy of the KL penalty; without one there is none."],
   ];
   const explained = element(
