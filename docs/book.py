@@ -45,9 +45,10 @@ PAPER = re.compile(rf"\b(\d{{4}}\.\d{{5}})\b(?:\]\(\S+?\))?[),]*\s*({PART}|)")
 LIST_ITEM, FENCE = re.compile(r"(?:[-*]|\d+\.) "), re.compile(r" *(```|~~~)")
 TRANSLATION = re.compile(r"docs/README\.(\w+)\.md")
 # The search: pages that explain a term come first; after the other pages those of lists and tests, and then sources
-BOOST = {"docs/glossary.md": 40, "docs/metrics.md": 3, "docs/hyperparameters.md": 2}
-BOOST |= dict.fromkeys(("book/dojo.md", "docs/papers.md", "tests/README.md", "docs/claims.md", "docs/options.md"), 0.1)
-SOURCE_BOOST = 0.05
+BOOST = {"docs/glossary.md": 100, "docs/metrics.md": 3, "docs/hyperparameters.md": 2}
+BOOST |= dict.fromkeys(("docs/papers.md", "tests/README.md", "docs/claims.md", "docs/options.md"), 0.1)
+BOOST |= {"book/dojo.md": 0.01}  # thirty headings, and a word counts 1000 times there
+SOURCE_BOOST = 1e-7  # the name of a file is its tag, and a tag counts a million times
 UNSEARCHED = ("docs/export_card.md", "CHANGELOG.md", "AGENTS.md")  # a sample, news, and the pages' short form
 SHORT_RUN = (
     "--steps 10 --prompts-per-step 8 --eval-prompts 32 --eval-every 0 --checkpoint-every 0 --device cpu --name x"
@@ -303,7 +304,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         markdown = "\n".join(map(add_places, markdown.splitlines()))
     if isinstance(page.file, Shown) and not page.file.src_uri.endswith(".ipynb"):
         page.meta["hide"] = ["toc"]  # room for 120 columns
-        page.meta["search"] = {"boost": SOURCE_BOOST}
+        page.meta |= {"search": {"boost": SOURCE_BOOST}, "tags": [page.file.src_uri.rpartition("/")[2]]}
         return markdown
     boost = {"boost": BOOST[page.file.src_uri]} if page.file.src_uri in BOOST else {}
     page.meta["search"] = boost | {"exclude": page.file.src_uri in UNSEARCHED}
