@@ -34,7 +34,6 @@ from harness.base.config import (
     Count,
     CountOrZero,
     InputPath,
-    JudgedConfig,
     LocalPath,
     ModelConfig,
     OfData,
@@ -60,7 +59,7 @@ from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig, JudgedConfig):
+class Config(ModelConfig):
     FIRST_GROUP: ClassVar[str] = "sampling"
 
     num_samples: CountOrZero = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only

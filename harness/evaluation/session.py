@@ -32,7 +32,6 @@ from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
-from harness.task.answer_judge import load_judges
 from harness.task.named_task import task_of
 from harness.task.questions import filter_rows, load_rows, read_published
 from harness.task.scorer import Scorer
@@ -78,9 +77,6 @@ def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], r
 
 
 def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: Callable[[], Policy]) -> None:
-    task = dataclasses.replace(
-        task, scorer=Scorer(task.file, judges=load_judges(config))
-    )  # refused before a model is loaded
     policy = load()
     check_context(config, task, policy)
     total = len(task.eval_rows) * (1 + config.num_samples)
@@ -187,8 +183,7 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
         raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
     if "num_samples" not in stored:
         raise UserError(f"--output {directory} is not an evaluation's (see its config.json): choose another")
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    stored = json.loads(json.dumps(defaults)) | stored  # older versions lacked some settings
+    stored = {"stop": []} | stored  # older versions had no --stop
     for name in (field.name for field in dataclasses.fields(config) if field.name not in FREE):
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]

@@ -236,25 +236,3 @@ def test_a_policy_is_trained_against_a_server_that_dies(write, serve, load_scrip
         return [(row["step"], row["text"], row["rewards"]) for row in rows_of(run, "samples")]
 
     assert found(whole.with_name("cut")) == found(whole)
-
-
-def test_an_evaluation_asks_the_judge_of_training_about_each_answer_once(write, serve, load_script, tmp_path, capsys):
-    """Its questions are figures beside the accuracy; an evaluation that is complete asks nobody."""
-    main, output = load_script("evaluate.py").main, tmp_path / "evaluated"
-    flags = f"--limit 3 --num-samples 2 --max-new-tokens 24 --device cpu --output {output}"
-    argv = [*flags.split(), "--judge", write(POLITE, LONG), "--judge-url", serve.url]
-    main(argv)
-    answers = [json.loads(line)["rewards"] for line in (output / "completions.jsonl").read_text().splitlines()]
-    results = json.loads((output / "results.json").read_text())
-    for name in ("polite", "long"):
-        values = [rewards[name] for rewards in answers]
-        assert results["greedy"]["means"][f"reward_{name}"] == pytest.approx(sum(values[:3]) / 3)
-        assert results["sampled"]["means"][f"reward_{name}"] == pytest.approx(sum(values[3:]) / 6)
-    assert "polite" in capsys.readouterr().out
-    calls = serve.calls.total()
-    main(argv)
-    assert serve.calls.total() == calls
-    with pytest.raises(UserError, match="--judge null differs from"):
-        main(flags.split())
-    with pytest.raises(UserError, match="--judge-url answers a rubric: give --judge FILE"):
-        main([*flags.replace("evaluated", "other").split(), "--judge-url", serve.url])
