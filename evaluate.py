@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from common.errors import UserError
+from common.errors import EngineError, UserError
 from common.policy import Policy
 
 from harness.base.config import (
@@ -34,6 +34,7 @@ from harness.base.config import (
     Count,
     CountOrZero,
     InputPath,
+    JudgeConfig,
     LocalPath,
     ModelConfig,
     OfData,
@@ -59,7 +60,7 @@ from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(JudgeConfig, ModelConfig):
     FIRST_GROUP: ClassVar[str] = "sampling"
 
     num_samples: CountOrZero = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
@@ -113,7 +114,8 @@ def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy], re
     if "comparison" in results:
         show_comparison(results["comparison"])
     say(f"results:  {shown(directory / 'results.json')}")
-    say(f"failures: {shown(directory / 'failures.txt')}")
+    if "accuracy" in results["greedy"]:
+        say(f"failures: {shown(directory / 'failures.txt')}")
 
 
 def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
@@ -140,14 +142,16 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
 
 @contextmanager
 def told_how_to_go_on(config: Config, directory: Path) -> Iterator[None]:
-    """If Ctrl-C, SIGTERM or a lack of memory ends the block, end with a sentence that says what to do."""
+    """If Ctrl-C, SIGTERM, a judge's server or a lack of memory ends the block, a sentence says what to do."""
     output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
+    how = f"; continue with: {shlex.join(['python', *sys.argv, *output])}"
     try:
         with signals_to(signal.default_int_handler):
             yield
     except KeyboardInterrupt:
-        command = shlex.join(["python", *sys.argv, *output])
-        raise KeyboardInterrupt(f"interrupted; continue with: {command}") from None
+        raise KeyboardInterrupt(f"interrupted{how}") from None
+    except EngineError as error:  # of a judge's server
+        raise EngineError(f"{error}{how}") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(config, error, None) from error

@@ -235,7 +235,23 @@ class AskedConfig(EvaluatedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(AskedConfig):
+class JudgeConfig:
+    """The settings of a judge with a rubric, in training and in evaluate.py."""
+
+    # a rubric: a JSONL file of yes/no questions, each a component whose value is the judge's probability of yes
+    judge: OfJudge[InputPath | None] = None
+    # the language model that answers the rubric: a directory or a hub id; with --judge-url, the model's name there
+    judge_model: OfJudge[InputPath | None] = None
+    # the address of a server that speaks OpenAI's protocol and returns log-probs, instead of a model in this process
+    judge_url: OfJudge[str | None] = None
+    # the part of a completion that a judge sees: all after this tag, e.g. "</think>"; or a JSON file of tags, or a
+    # model's directory with a longcot_config.json
+    answer_begins: OfJudge[str | None] = None
+    strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(JudgeConfig, AskedConfig):
     """The additional settings of every experiment with rewards."""
 
     # tokens per pass, beside --micro-batch-size rows: memory then does not depend on the longest row; None: 2048 for
@@ -250,16 +266,6 @@ class RunConfig(AskedConfig):
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
     reward_model: OfJudge[InputPath | None] = None
     reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
-    # a rubric: a JSONL file of yes/no questions, each a component whose value is the judge's probability of yes
-    judge: OfJudge[InputPath | None] = None
-    # the language model that answers the rubric: a directory or a hub id; with --judge-url, the model's name there
-    judge_model: OfJudge[InputPath | None] = None
-    # the address of a server that speaks OpenAI's protocol and returns log-probs, instead of a model in this process
-    judge_url: OfJudge[str | None] = None
-    # the part of a completion that these see: all after this tag, e.g. "</think>"; or a JSON file of tags, or a
-    # model's directory with a longcot_config.json
-    answer_begins: OfJudge[str | None] = None
-    strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data

@@ -19,8 +19,9 @@ SHOWN = 5  # questions of each kind on the terminal
 # Settings other than the model that two evaluations should share
 WITH_CONSEQUENCES = (
     *("task", "system_prompt", "stop", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
-    "load_in",
+    *("load_in", "judge_model", "judge_url", "answer_begins", "strict"),
 )
+OLDER = {"stop": [], "strict": False}  # of older versions, which had no such flags
 
 
 def read_results(source: str, rows: list[str]) -> dict:
@@ -37,7 +38,7 @@ def read_results(source: str, rows: list[str]) -> dict:
     if not {entry["row"] for entry in results["questions"]} & set(rows):
         asked = f"it asked {len(results['questions'])} other questions, none of these {len(rows)}"
         raise UserError(f"--compare {path}: {asked}: give the results of the same --task and --data")
-    return {"stop": []} | results | {"path": str(path)}  # older versions had no --stop
+    return OLDER | results | {"path": str(path)}
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:
@@ -49,9 +50,10 @@ def compare(other: dict, own: dict, seed: int) -> dict:
     def gain(name: str) -> dict:
         return difference([entry[name] for entry in before], [entry[name] for entry in after], seed)
 
-    differences = {"greedy accuracy": gain("greedy")}
+    has_right = all("greedy" in side[0] for side in (before, after))
+    differences = {"greedy accuracy": gain("greedy")} if has_right else {}
     n_before, n_after = ((side.get("sampled") or {}).get("n", 0) for side in (other, own))
-    if k := min(n_before, n_after):
+    if has_right and (k := min(n_before, n_after)):
         label = f"mean@{n_after}" if n_before == n_after else f"mean@{n_after} - mean@{n_before}"
         differences[label] = gain("mean")
         if k > 1:
@@ -63,7 +65,13 @@ def compare(other: dict, own: dict, seed: int) -> dict:
     became = {
         kind: [new["question"] for old, new in pairs if (old["greedy"] == 1, new["greedy"] == 1) == change]
         for kind, change in (("became_right", (False, True)), ("became_wrong", (True, False)))
+        if has_right
     }
+    rubrics = [side.get("sources", {}).get("judge", {}).get("content", "")[:12] for side in (other, own)]
+    if rubrics[0] == rubrics[1]:
+        verdicts = [[entry.get("judged", {}) for entry in side] for side in (before, after)]
+        for name in [name for name in verdicts[1][0] if name in verdicts[0][0]]:
+            differences[name] = difference(*([entry[name] for entry in side] for side in verdicts), seed=seed)
     return {
         "with": other["path"],
         "questions": len(pairs),
@@ -71,7 +79,8 @@ def compare(other: dict, own: dict, seed: int) -> dict:
         "only_there": len(there) - len(pairs),
         "other_settings": {
             name: [other.get(name), own.get(name)] for name in WITH_CONSEQUENCES if other.get(name) != own.get(name)
-        },
+        }
+        | ({"judge": rubrics} if rubrics[0] != rubrics[1] else {}),
         "differences": differences,
         **became,
     }
@@ -97,7 +106,7 @@ def show_comparison(comparison: dict) -> None:
         say(f"  beside the model, another setting: {flag(name)} {values[0]}, there {values[1]}")
     for name, estimate in comparison["differences"].items():
         say("  {:28} {value:+.3f} [{low:+.3f}, {high:+.3f}]".format(name, **estimate))
-    for kind in ("became_right", "became_wrong"):
+    for kind in [kind for kind in ("became_right", "became_wrong") if kind in comparison]:
         questions = comparison[kind]
         say(f"  {len(questions)} greedy answers {kind.replace('_', ' ')}" + (", for example:" if questions else ""))
         for question in questions[:SHOWN]:

@@ -85,7 +85,7 @@ class Completions:
                 "text": row.text,
                 "rewards": row.rewards,
                 "description": row.description,
-                "correct": row.rewards["correct"],
+                "correct": row.rewards.get("correct"),
                 "length": row.num_action_tokens,  # including the token that ends the turn
                 "finish_reason": row.finish_reason,  # "stop", or "length": cut off
             }

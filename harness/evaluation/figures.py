@@ -31,7 +31,7 @@ RESAMPLES = 10_000  # of the bootstrap
 class Answer(NamedTuple):
     """A completion as it is kept in memory: everything but its text."""
 
-    correct: float
+    correct: float | None  # None: the task has no right answers
     given: str | None  # its answer, in one spelling; None: no answer
     length: int
     is_cut_off: bool
@@ -51,7 +51,9 @@ def read_answers(lines: Iterable[dict], rows: Sequence[dict], read: Callable[[di
     answers = Answers([], [], [[] for _ in rows])
     for line in lines:
         others = {f"reward_{name}": value for name, value in line["rewards"].items() if name != "correct"}
-        correct = line["correct"] if line["correct"] is not None else 0.0  # a task's NaN
+        correct = line["correct"]
+        if correct is None and "correct" in line["rewards"]:  # a task's NaN
+            correct = 0.0
         given, is_cut_off = read(rows[line["question"]], line["text"]), line["finish_reason"] == "length"
         answer = Answer(correct, given, line["length"], is_cut_off, others | line["description"])
         if line["sample"] == GREEDY:
@@ -62,13 +64,25 @@ def read_answers(lines: Iterable[dict], rows: Sequence[dict], read: Callable[[di
     return answers
 
 
-def figures(answers: Answers, seed: int) -> dict:
-    """The sections `greedy` and `sampled` of results.json."""
-    greedy = {"accuracy": mean_with_interval([answer.correct for answer in answers.greedy])}
-    found = {"greedy": greedy | means(answers.greedy)}
-    if answers.sampled[0]:
-        found["sampled"] = _sampled(answers.sampled, seed) | means([x for group in answers.sampled for x in group])
+def figures(answers: Answers, seed: int, judged: Sequence[str] = ()) -> dict:
+    """The sections `greedy` and `sampled` of results.json; `judged` are the reward components of a rubric."""
+    has_right = answers.greedy[0].correct is not None
+    greedy = {"accuracy": mean_with_interval([answer.correct for answer in answers.greedy])} if has_right else {}
+    found = {"greedy": greedy | _judged([[answer] for answer in answers.greedy], judged) | means(answers.greedy)}
+    if n := len(answers.sampled[0]):
+        sampled = {"n": n} | (_sampled(answers.sampled, seed) if has_right else {}) | _judged(answers.sampled, judged)
+        found["sampled"] = sampled | means([x for group in answers.sampled for x in group])
     return found
+
+
+def _judged(groups: list[list[Answer]], names: Sequence[str]) -> dict:
+    found = {name: mean_with_interval([mean_of(name, group) for group in groups], len(groups[0])) for name in names}
+    return {"judged": found} if found else {}
+
+
+def mean_of(component: str, group: Sequence[Answer]) -> float:
+    """The mean of a reward component other than `correct`, over the answers to one question."""
+    return sum(answer.measured[f"reward_{component}"] for answer in group) / len(group)
 
 
 def _sampled(groups: list[list[Answer]], seed: int) -> dict:
@@ -76,7 +90,6 @@ def _sampled(groups: list[list[Answer]], seed: int) -> dict:
     correct = [[answer.correct for answer in group] for group in groups]
     num_right = [sum(value == 1 for value in values) for values in correct]
     found: dict = {
-        "n": n,
         "accuracy": mean_with_interval([sum(values) / n for values in correct], answers_per_question=n),
         "pass@k": {
             str(k): mean_with_interval([pass_at_k(n, c, k) for c in num_right], answers_per_question=n // k)
@@ -99,23 +112,26 @@ def means(answers: Sequence[Answer]) -> dict:
     """Means over completions, and the distribution of their lengths."""
     names = list(dict.fromkeys(name for answer in answers for name in answer.measured))
     lengths = [answer.length for answer in answers]
+    has_right = answers[0].correct is not None
     accuracy_if = {}  # among the completions that the task describes as 1, for descriptions that are 0 or 1
     for name in names:
         values = {answer.measured.get(name) for answer in answers}
-        if not name.startswith("reward_") and values <= {0.0, 1.0} and 1.0 in values:
+        if has_right and not name.startswith("reward_") and values <= {0.0, 1.0} and 1.0 in values:
             accuracy_if[name] = _mean([answer.correct for answer in answers if answer.measured[name] == 1])
-    return {
+    found = {
         "means": {name: _mean([answer.measured.get(name) for answer in answers]) for name in names},
         "accuracy_if": accuracy_if,
         "length": {
             "mean": _mean(lengths),
             **{f"{share:.0%}": float(np.quantile(lengths, share)) for share in (0.05, 0.5, 0.95)},
-            "mean_if_right": _mean([answer.length for answer in answers if answer.correct == 1]),
-            "mean_if_wrong": _mean([answer.length for answer in answers if answer.correct != 1]),
         },
         "cut_off": _mean([answer.is_cut_off for answer in answers]),
-        "no_answer": _mean([answer.given is None for answer in answers]),
     }
+    if has_right:
+        found["length"]["mean_if_right"] = _mean([answer.length for answer in answers if answer.correct == 1])
+        found["length"]["mean_if_wrong"] = _mean([answer.length for answer in answers if answer.correct != 1])
+        found["no_answer"] = _mean([answer.given is None for answer in answers])
+    return found
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

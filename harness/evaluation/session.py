@@ -26,18 +26,20 @@ from harness.base.machine import describe_machine
 from harness.base.terminal import completions_bar, printable, say
 from harness.data.benchmarks import Read
 from harness.data.rows import Row
-from harness.evaluation.comparison import compare, read_results
+from harness.evaluation.comparison import OLDER, compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
 from harness.evaluation.failures import failures
-from harness.evaluation.figures import Answers, figures, read_answers, shares
+from harness.evaluation.figures import Answers, figures, mean_of, read_answers, shares
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.settings import check_sources, describe_sources, write_settings
+from harness.task.answer_judge import load_judges
 from harness.task.named_task import task_of
 from harness.task.questions import filter_rows, load_rows, read_published
 from harness.task.scorer import Scorer
 from harness.task.task import Task, check_context
 
-FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
+# Settings that may change; the last changes rounding: `tell_changes` warns that it has changed
+FREE = {"output", "compare", "judge_url", "threads"}
 
 
 def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], read: Read | None = None) -> dict:
@@ -51,11 +53,14 @@ def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], r
     other = None
     if config.compare is not None:
         other = read_results(config.compare, list(map(content_of, task.eval_rows)))
+    batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
+    path = directory / "completions.jsonl"
+    if Completions(path, batches).left:  # before there is a directory, which a mistake would leave behind
+        task.scorer.judges = load_judges(config)
     with locked(directory):
         try:
             settings = begin(directory, config, task)
-            batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
-            completions = Completions(directory / "completions.jsonl", batches)
+            completions = Completions(path, batches)
             if completions.left:
                 for name, value in describe_machine().items():
                     if settings.get(name) != value:
@@ -66,7 +71,8 @@ def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], r
             results = settings | results_of(task, answers, config.seed)
             if other is not None:
                 results["comparison"] = compare(other, results, config.seed)
-            replace_file(directory / "failures.txt", failures(task, answers).encode(errors="replace"))
+            if "correct" in task.file.weights:
+                replace_file(directory / "failures.txt", failures(task, answers).encode(errors="replace"))
             replace_file(directory / "results.json", (json.dumps(finite(results), indent=1) + "\n").encode())
         except OSError as error:
             if error.errno not in NO_SPACE:
@@ -77,6 +83,9 @@ def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy], r
 
 
 def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: Callable[[], Policy]) -> None:
+    for judge in task.scorer.judges:
+        for line in completions:
+            judge.remember(task.messages(task.eval_rows[line["question"]]), line["text"], line["rewards"])
     policy = load()
     check_context(config, task, policy)
     total = len(task.eval_rows) * (1 + config.num_samples)
@@ -91,14 +100,23 @@ def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: C
 
 def results_of(task: Task, answers: Answers, seed: int) -> dict:
     """All figures and, for each question, the values that two evaluations are compared by."""
-    questions = []
+    questions, judged = [], [name for judge in task.scorer.judges for name in judge.weights]
     for row, greedy, samples in zip(task.eval_rows, answers.greedy, answers.sampled, strict=True):
-        values = [sample.correct for sample in samples]
-        entry = {"row": content_of(row), "question": printable(row.question, 100), "greedy": greedy.correct}
-        if values:
-            entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
+        entry = {"row": content_of(row), "question": printable(row.question, 100)}
+        if greedy.correct is not None:
+            entry["greedy"], values = greedy.correct, [sample.correct for sample in samples]
+            if values:
+                entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
+        if judged:
+            groups = {"greedy": [greedy], "sampled": samples}
+            entry["judged"] = {
+                f"{section} {name}": mean_of(name, group)
+                for name in judged
+                for section, group in groups.items()
+                if group
+            }
         questions.append(entry)
-    found = figures(answers, seed)
+    found = figures(answers, seed, judged)
     found["greedy"]["shares"] = shares(list(map(task.file.tally, task.eval_rows, answers.greedy_texts)))
     asked = task.sources["data"] or task.file.name  # which made its rows itself
     return {"num_questions": len(questions), "asked": asked, **found, "questions": questions}
@@ -109,12 +127,11 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
 
 def load_questions(config: ModelConfig, read: Read | None = None) -> Task:
     """The task of an evaluation, with its questions as `eval_rows`, which `read` brings to the task's form."""
-    file = task_of(config.task)
-    if "correct" not in file.weights:
+    file, judges = task_of(config.task), load_judges(config, is_asked=False)
+    if "correct" not in file.weights and not judges:
         problem = f"has no reward component 'correct' (it has {', '.join(file.weights)})"
-        raise UserError(
-            f"{file} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
-        )
+        remedy = "add it to its REWARD_WEIGHTS, with weight 0 if you like, or give a --judge"
+        raise UserError(f"{file} {problem}, and so no accuracy: {remedy}")
     source = config.data if config.data is not None else file.eval_data
     if source is None and not file.has("rows"):
         raise UserError(f"{file} names no evaluation data: give --data")
@@ -127,7 +144,7 @@ def load_questions(config: ModelConfig, read: Read | None = None) -> Task:
     else:
         rows = load_rows(source, file, *filters, split="eval")
     sources = {"data": source, "eval_data": None, "task": file.path}
-    task = Task(Scorer(file), eval_rows=rows[: config.limit], sources=sources)
+    task = Task(Scorer(file, judges=judges), eval_rows=rows[: config.limit], sources=sources)
     task.scorer.try_out(task.eval_rows[0])
     text = file.solution(task.eval_rows[0]) or ""
     file.vote(task.eval_rows[0], text)  # so that a failing `vote` or `tally` fails now
@@ -183,7 +200,7 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
         raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
     if "num_samples" not in stored:
         raise UserError(f"--output {directory} is not an evaluation's (see its config.json): choose another")
-    stored = {"stop": []} | stored  # older versions had no --stop
+    stored = OLDER | stored
     for name in (field.name for field in dataclasses.fields(config) if field.name not in FREE):
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]

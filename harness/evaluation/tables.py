@@ -42,14 +42,19 @@ def _print(title: str, columns: list[str], rows: list[tuple[str, ...]], width: i
 def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
     """Yields label, greedy, sampled."""
     sides = (greedy, sampled or greedy)  # without samples the second one is not shown
-    yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
+    if "accuracy" in greedy:
+        label = f"accuracy (mean@{sampled['n']})" if sampled else "accuracy"
+        yield label, *(interval(side["accuracy"]) for side in sides)
     for name, estimate in greedy.get("shares", {}).items():
         yield name, interval(estimate), ""
     for name in ("pass@k", "maj@k"):
         for k, estimate in sides[1].get(name, {}).items():
             if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if all answer
                 yield name.replace("k", k), "", interval(estimate)
-    for name in greedy["means"]:
+    for name in greedy.get("judged", {}):
+        yield name, *(interval(side["judged"][name]) for side in sides)
+    judged = {f"reward_{name}" for name in greedy.get("judged", {})}
+    for name in [name for name in greedy["means"] if name not in judged]:
         label = name.removeprefix("reward_").replace("_", " ")
         yield label, *(_number(side["means"].get(name)) for side in sides)
     for name in sides[0]["accuracy_if"] | sides[1]["accuracy_if"]:
@@ -57,9 +62,10 @@ def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
     lengths = [side["length"] for side in sides]
     form = "{mean:.1f} ({5%:.0f}, {50%:.0f}, {95%:.0f})"
     yield "tokens: mean (5 %, 50 %, 95 %)", *(form.format(**length) for length in lengths)
-    pairs = ([_number(length[f"mean_if_{kind}"], 1) for kind in ("right", "wrong")] for length in lengths)
-    yield "tokens if right, if wrong", *map(", ".join, pairs)
-    for name in ("cut_off", "no_answer"):
+    if "accuracy" in greedy:
+        pairs = ([_number(length[f"mean_if_{kind}"], 1) for kind in ("right", "wrong")] for length in lengths)
+        yield "tokens if right, if wrong", *map(", ".join, pairs)
+    for name in [name for name in ("cut_off", "no_answer") if name in greedy]:
         yield name.replace("_", " "), *(_number(side[name]) for side in sides)
 
 

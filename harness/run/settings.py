@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 
 from harness.base.checks import flag
-from harness.base.config import RESOLVED, ModelConfig, PolicyConfig, resolve
+from harness.base.config import RESOLVED, ModelConfig, PolicyConfig, find_directory, resolve
 from harness.base.files import replace_file
 from harness.base.hub import commit_of
 from harness.base.machine import BATCH_SIZES
@@ -31,6 +31,7 @@ ENGINE_PLACES = ("engine_url", "engine_start")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "engine_sleep", "reward_model_url", "teacher_url")
 MAY_CHANGE += ("judge_url", "tensor_parallel", "replicas", "watch", "verbose")
+MODELS = ("model", "base", "reward_model", "judge_model")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 
@@ -109,6 +110,8 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
+        judge = None if getattr(config, "judge_url", None) else getattr(config, "judge_model", None)
+        sources |= {"judge_model": judge and (find_directory(judge) or judge)}
     if task is not None:
         sources |= task.sources
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
@@ -146,9 +149,7 @@ def _describe(name: str, source: str | Path) -> dict:
     elif path.is_file():
         content = _sha256(path)
     else:
-        content = commit_of(
-            "model" if name in ("model", "base", "reward_model") else "dataset", str(source).partition(":")[0]
-        )
+        content = commit_of("model" if name in MODELS else "dataset", str(source).partition(":")[0])
     return {"source": str(source), "content": content}
 
 

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.given_answers import encode_conversation
 from common.reward_model import RewardModel, score_rows
 
-from harness.base.config import DTYPES, RunConfig, shown
+from harness.base.config import DTYPES, JudgeConfig, RunConfig, shown
 from harness.data.thoughts import ThoughtFormat, answer_of, read_format
 from harness.models.context import context_of
 from harness.models.reward_loading import load_reward_model
@@ -32,6 +32,7 @@ class Judge:
         floor: the components of a completion without an answer; with `strict`, of every completion that is not one
             thought followed by one answer.
         tags: the judge sees only the text after the thought, in its own template; None: the whole completion.
+        remember: keeps the components of a conversation that are known; None: the judge has no memory.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Judge:
         floor: dict[str, float],
         tags: ThoughtFormat | None = None,
         strict: bool = False,
+        remember: Callable[[Messages, dict[str, float]], None] | None = None,
     ):
         self._score_conversations, self.weights, self._floor = score_conversations, weights, floor
-        self._tags, self._strict = tags, strict
+        self._tags, self._strict, self._remember = tags, strict, remember
 
     def score(self, prompts: list[Messages], texts: list[str]) -> list[dict[str, float]]:
         """The components of each completion, given the messages that it answers."""
@@ -58,12 +60,19 @@ class Judge:
             raise UserError("the judge has given an answer a score that is not a finite number")
         return [scores.get(index, self._floor) for index in range(len(texts))]
 
+    def remember(self, prompt: Messages, text: str, components: dict[str, float]) -> None:
+        """Keep what an earlier process has found, so that it is not asked again."""
+        if self._remember is not None and (answer := self._answer(text)) is not None:
+            self._remember([*prompt, {"role": "assistant", "content": answer}], components)
+
     def _answer(self, text: str) -> str | None:
         return (text if text.strip() else None) if self._tags is None else answer_of(text, self._tags, self._strict)
 
 
-def load_judges(config: RunConfig) -> list[Judge]:
-    """The judges of `--reward-model` or `--reward-model-url`, and of `--judge`."""
+def load_judges(config: JudgeConfig, is_asked: bool = True) -> list[Judge]:
+    """The judges of `--reward-model` or `--reward-model-url`, and of `--judge`, which only names its components
+    without `is_asked`.
+    """
     given = [name for name in ("reward_model", "reward_model_url") if getattr(config, name, None)]
     rubric = getattr(config, "judge", None)
     if len(given) > 1:
@@ -74,8 +83,8 @@ def load_judges(config: RunConfig) -> list[Judge]:
         for name in ("answer_begins", "strict", "stop_when"):
             value = getattr(config, name, None)
             if value and (name != "stop_when" or value == "over-optimised"):
-                remedy = "--reward-model, or --judge" if hasattr(config, "judge") else "--reward-model"
-                raise UserError(f"--{name.replace('_', '-')} is about a judge: give {remedy}")
+                flags = [f"--{n.replace('_', '-')}" for n in ("reward_model", "judge") if hasattr(config, n)]
+                raise UserError(f"--{name.replace('_', '-')} is about a judge: give {', or '.join(flags)}")
         return []
     if config.strict and config.answer_begins is None:
         raise UserError("--strict needs to tell a thought from an answer: give --answer-begins")
@@ -91,8 +100,8 @@ def load_judges(config: RunConfig) -> list[Judge]:
     if rubric is not None:
         from harness.task.rubric import load_rubric  # not at the top: few runs have one
 
-        asked = load_rubric(config)
-        judges.append(Judge(asked.score, asked.weights, asked.worst, *seen))
+        asked = load_rubric(config, is_asked)
+        judges.append(Judge(asked.score, asked.weights, asked.worst, *seen, asked.remember))
     return judges
 
 

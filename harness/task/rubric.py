@@ -28,7 +28,7 @@ from common.policy import Policy
 from common.reward_model import score_rows
 
 from harness.base.checks import check_model, is_finite
-from harness.base.config import ModelConfig, RunConfig, shown
+from harness.base.config import JudgeConfig, ModelConfig, RunConfig, shown
 from harness.base.terminal import say, short
 from harness.models.context import context_of
 from harness.models.loading import load_policy
@@ -134,10 +134,7 @@ class Rubric:
 
     def score(self, conversations: list[Messages]) -> list[dict[str, float]]:
         """The verdicts on the last turn of each conversation, by the name of the question."""
-        asked = [
-            {criterion.name: criterion.conversation(_text_of(turns), answer["content"]) for criterion in self._criteria}
-            for *turns, answer in conversations
-        ]
+        asked = list(map(self._questions, conversations))
         keys = [{name: json.dumps(messages) for name, messages in one.items()} for one in asked]
         if len(self._kept) > MOST_KEPT:
             self._kept.clear()
@@ -153,6 +150,17 @@ class Rubric:
             for one in keys
         ]
 
+    def remember(self, conversation: Messages, verdicts: dict[str, float]) -> None:
+        """Keep verdicts that an earlier process was given."""
+        if len(self._kept) <= MOST_KEPT:
+            asked = self._questions(conversation)
+            self._kept |= {json.dumps(messages): verdicts[name] for name, messages in asked.items()}
+
+    def _questions(self, conversation: Messages) -> dict[str, Messages]:
+        """What the judge is asked about the last turn, by the name of the question."""
+        *turns, answer = conversation
+        return {one.name: one.conversation(_text_of(turns), answer["content"]) for one in self._criteria}
+
     def _tell_of_unread(self, verdicts: list[float | None]) -> None:
         unread = verdicts.count(None)
         if not unread:
@@ -166,12 +174,12 @@ class Rubric:
             say(f"{problem}: these count as its worst verdict")
 
 
-def load_rubric(config: RunConfig) -> Rubric:
-    """The rubric of `--judge`, asked of `--judge-model` or of the server at `--judge-url`."""
+def load_rubric(config: JudgeConfig, is_asked: bool = True) -> Rubric:
+    """The rubric of `--judge`, which `--judge-model` or the server at `--judge-url` answers, if it `is_asked`."""
     criteria = read_rubric(config.judge)
     if config.judge_url is None and config.judge_model is None:
         raise UserError("--judge is asked of a model: give --judge-model MODEL, or --judge-url http://127.0.0.1:8000")
-    if getattr(config, "estimate", False):  # nothing will be asked
+    if not is_asked or getattr(config, "estimate", False):
         return Rubric(criteria, lambda _: [])
     return Rubric(criteria, ask_here(config) if config.judge_url is None else _ask_server(config))
 

@@ -7,16 +7,18 @@ import time
 from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from run_files import metrics_of, rows_of
+from run_files import json_of, metrics_of, read_lines, rows_of
 
 from common.errors import EngineError, UserError
 
-from harness.base.config import ModelConfig, RunConfig
+from harness.base.config import TINY_POLICY, ModelConfig, RunConfig
 from harness.engines import chat_server
+from harness.evaluation.figures import mean_with_interval
 from harness.models.loading import load_policy
 from harness.task import rubric
 from harness.task.answer_judge import load_judges
@@ -123,7 +125,7 @@ def test_a_judge_that_says_neither_is_said_and_pays_nothing(capsys):
 @pytest.fixture
 def serve(monkeypatch):
     """A server whose judge likes some texts, by their length; `answers` come first, `left` says when it dies."""
-    state = SimpleNamespace(left=10**6, answers=[], calls=Counter(), seconds=0.0)
+    state = SimpleNamespace(left=10**6, answers=[], calls=Counter(), asked=set(), seconds=0.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -132,6 +134,7 @@ def serve(monkeypatch):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.calls[body["model"], body["max_tokens"], body["logprobs"], body["top_logprobs"]] += 1
+            state.asked.add(json.dumps(body["messages"]))
             state.left -= 1
             time.sleep(state.seconds)
             if state.left < 0:
@@ -236,3 +239,107 @@ def test_a_policy_is_trained_against_a_server_that_dies(write, serve, load_scrip
         return [(row["step"], row["text"], row["rewards"]) for row in rows_of(run, "samples")]
 
     assert found(whole.with_name("cut")) == found(whole)
+
+
+# An evaluation with a judge -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evaluate(load_script, tmp_path, monkeypatch):
+    """Call main() of evaluate.py in an empty directory; a completion is often a text that an earlier batch has."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--device cpu --limit 6 --num-samples 4 --max-new-tokens 8 --generation-batch-size 6"
+    return lambda *argv: load_script("evaluate.py").main([*flags.split(), *argv])
+
+
+def asked_about(path, rubric: str) -> list[set[str]]:
+    """What the judge has to be asked about each completion of an evaluation."""
+    rows = read_lines(TINY_POLICY.parents[1] / "math_tasks_heldout.jsonl")
+    return [
+        {json.dumps(one.conversation(rows[line["question"]]["question"], line["text"])) for one in read_rubric(rubric)}
+        for line in read_lines(path)
+    ]
+
+
+def test_verdicts_are_figures_and_a_resumed_evaluation_asks_only_what_is_new(evaluate, write, serve, capsys, tmp_path):
+    rubric = write(POLITE, LONG)
+    flags = ("--judge", rubric, "--judge-url", serve.url)
+    evaluate(*flags, "--output", "whole")
+    whole, results = tmp_path / "whole/completions.jsonl", json_of(tmp_path / "whole/results.json")
+    printed, lines = capsys.readouterr().out, read_lines(whole)
+    for name in ("polite", "long"):
+        values = [line["rewards"][name] for line in lines]
+        means = [sum(values[start : start + 4]) / 4 for start in range(6, 30, 4)]
+        assert results["greedy"]["judged"][name] == pytest.approx(mean_with_interval(values[:6]))
+        assert results["sampled"]["judged"][name] == pytest.approx(mean_with_interval(means, 4))
+        assert [row["judged"][f"greedy {name}"] for row in results["questions"]] == values[:6]
+        assert [row["judged"][f"sampled {name}"] for row in results["questions"]] == pytest.approx(means)
+        assert "{value:.3f} [{low:.3f}-{high:.3f}]".format(**results["greedy"]["judged"][name]) in printed
+    asked = asked_about(whole, rubric)
+    assert serve.asked == set().union(*asked)
+    assert serve.calls.total() == len(serve.asked)
+
+    serve.left = serve.calls.total() - 4
+    with pytest.raises(EngineError, match=r"has not answered .*; continue with: python .* --output out"):
+        evaluate(*flags, "--output", "out")
+    kept = len(read_lines(tmp_path / "out/completions.jsonl"))
+    before, after = set().union(*asked[:kept]), set().union(*asked[kept:])
+    assert before & after
+    assert after - before
+    serve.left, serve.asked = 10**6, set()
+    evaluate(*flags, "--output", "out")
+    assert serve.asked == after - before
+    assert (tmp_path / "out/completions.jsonl").read_bytes() == whole.read_bytes()
+
+    # without a server, a complete evaluation is shown again
+    evaluate(*flags[:2], "--judge-url", "http://127.0.0.1:9", "--output", "out")
+    write(POLITE)
+    with pytest.raises(UserError, match=r"--judge .* has changed since out began"):
+        evaluate(*flags, "--output", "out")
+
+
+def test_verdicts_of_the_same_rubric_are_compared(evaluate, write, serve, capsys):
+    flags = ("--num-samples", "0", "--judge-url", serve.url, "--judge")
+    evaluate(*flags, write(POLITE), "--output", "before")
+    evaluate(*flags, write(POLITE), "--output", "after", "--completion-prefix", "58 ", "--compare", "before")
+    greedy = [
+        json_of(Path(name, "results.json"))["greedy"]["judged"]["polite"]["value"] for name in ("before", "after")
+    ]
+    assert greedy[0] != greedy[1]
+    assert f"  greedy polite                {greedy[1] - greedy[0]:+.3f} [" in capsys.readouterr().out
+    evaluate(*flags, write(POLITE | {"question": "Good?"}), "--output", "other", "--compare", "before")
+    printed = capsys.readouterr().out
+    assert "greedy polite" not in printed
+    assert "beside the model, another setting: --judge " in printed
+
+
+def test_prompts_without_right_answers_have_verdicts_alone(evaluate, write, serve, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Write a poem."}\n{"prompt": "What is 1+1?"}\n')
+    flags = ("--task", "prompts", "--data", "prompts.jsonl", "--judge", write(POLITE), "--judge-url", serve.url)
+    evaluate(*flags, "--output", "before")
+    evaluate(*flags, "--output", "after", "--temperature", "2", "--compare", "before")
+    results, printed = json_of(tmp_path / "after/results.json"), capsys.readouterr().out
+    assert results["sampled"].keys() == {"n", "judged", "means", "accuracy_if", "length", "cut_off"}
+    assert results["comparison"]["differences"].keys() == {"greedy polite", "sampled polite"}
+    assert "polite " in printed
+    assert not any(word in printed for word in ("accuracy", "@", "if right", "became", "no answer", "failures"))
+    assert not (tmp_path / "after/failures.txt").exists()
+
+
+def test_an_evaluation_has_the_verdicts_of_training(evaluate, write, monkeypatch, tmp_path):
+    """Of a judge in this process, which sees no thoughts."""
+    monkeypatch.setattr(rubric, "UNREAD", 0.0)
+    flags = {"judge": write(POLITE, LONG), "judge_model": "tiny", "answer_begins": "</think>", "strict": True}
+    (judge,) = load_judges(RunConfig(device="cpu", **flags))
+    words = ("--judge", flags["judge"], "--judge-model", "tiny", "--answer-begins", "</think>", "--strict")
+    evaluate(*words, "--completion-prefix", "<think>", "--max-new-tokens", "24", "--output", "out")
+    rows = read_lines(TINY_POLICY.parents[1] / "math_tasks_heldout.jsonl")
+    lines = read_lines(tmp_path / "out/completions.jsonl")
+    asked = [[{"role": "user", "content": rows[line["question"]]["question"]}] for line in lines]
+    expected = judge.score(asked, [line["text"] for line in lines])
+    worst = [verdicts == {"polite": 0.0, "long": 1.0} for verdicts in expected]
+    assert any(worst)
+    assert not all(worst)
+    for line, verdicts in zip(lines, expected, strict=True):
+        assert {name: line["rewards"][name] for name in verdicts} == pytest.approx(verdicts, abs=1e-6)
+    assert "judge_model" in json_of(tmp_path / "out/config.json")["sources"]

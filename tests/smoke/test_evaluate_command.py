@@ -101,6 +101,7 @@ def test_answers_end_at_stop_texts(evaluate, tmp_path, capsys):
     assert any(line["text"] != longer["text"] for line, longer in zip(found, usual, strict=True))
     settings = json_of(tmp_path / "usual/config.json")
     assert settings.pop("stop") == []
+    assert settings.pop("strict") is False
     (tmp_path / "usual/config.json").write_text(json.dumps(settings), encoding="utf-8")
     evaluate("--limit", "6", "--num-samples", "2", "--output", "usual")
 
