@@ -137,8 +137,8 @@ def test_what_an_entry_may_not_do_fails_in_it(speedrun, tmp_path):
     ("text", "why"),
     [
         ("import ctypes, time\nctypes.CDLL(None).fork()\ntime.sleep(60)", "it started another process"),
-        ("while True: pass", "it used up its time, and was right in 0.000"),
-        (SUBMIT + "while True: pass", "it used up its time, and was right in 0"),
+        ("while True: pass", "it used up its time without any checkpoint"),
+        (SUBMIT + "while True: pass", r"it used up its time, with an accuracy of 0.\d+ at step_1"),
         ("import time\ntime.sleep(60)", "it used up its time"),
         ("raise SystemExit('no time for this')", "no time for this"),
         ("import sums", "No module named 'sums'"),
