@@ -115,12 +115,12 @@ def race(entry: Path, flags: Sequence[str], seed: int, contest: Contest = Contes
     with tempfile.TemporaryDirectory(prefix="speedrun_") as name:
         folder = Path(name).resolve()
         script, log = make_folder(entry, folder), folder / "log.txt"
-        command = [sys.executable, CHILD, folder, script, *FLAGS.split(), *flags, "--seed", seed, "--runs-dir", "runs"]
-        places = {"HOME": name, "TMPDIR": name, "PYTHONPATH": name}
+        words = [*FLAGS.split(), *flags, "--seed", str(seed), "--runs-dir", "runs"]
+        places = {"HOME": name, "TMPDIR": name, "PYTHONPATH": f"{script.parent}{os.pathsep}{name}"}
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
         with log.open("wb") as output:
             process = psutil.Popen(
-                [*map(str, command)],
+                [sys.executable, "-P", str(CHILD), name, str(script), *words],
                 cwd=folder,
                 env=os.environ | places | settings,
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The process in which an entry of the speedrun trains: python benchmarks/speedrun_child.py FOLDER TRAIN_PY FLAGS ...
+"""The process in which an entry of the speedrun trains: python -P speedrun_child.py FOLDER TRAIN_PY FLAGS ...
 
 Imports what every entry imports, stops itself so that the clock can start, and then runs TRAIN_PY as python would. From
 then on the usual ways to other files, to the network and to further processes are closed. Code that doesn't ask
@@ -24,7 +24,7 @@ def main() -> None:
     prepare()
     if hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    sys.argv, sys.path[0] = sys.argv[2:], str(Path(script).parent)
+    sys.argv = sys.argv[2:]
     repository = str(Path(__file__).resolve().parents[1])
     sys.addaudithook(make_guard(folder, (sys.prefix, sys.base_prefix, *SYSTEM), repository))  # cannot be removed
     os.kill(os.getpid(), signal.SIGSTOP)
