@@ -117,6 +117,16 @@ def test_weights_that_are_not_the_entry_s_own_are_refused(speedrun, tmp_path, ki
         speedrun.accuracy_of(weights, folder, 0, contest)
 
 
+def test_the_table_of_the_page_is_that_of_the_data(speedrun):
+    assert speedrun.table() in (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
+    for title, kept in speedrun.read_results().items():
+        assert len({run["seed"] for run in kept["runs"]}) == 5, title
+        for run in kept["runs"]:
+            *before, (_, seconds, accuracy) = run["tried"]
+            assert run["seconds"] == seconds <= 300, title
+            assert accuracy >= 0.9 > max([x[2] for x in before], default=0), title
+
+
 # With its process: each takes some seconds for imports ----------------------------------------------------------------
 
 
