@@ -49,7 +49,8 @@ def test_the_root_has_at_most_30_entries(tracked):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not all(map(find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools")
+# looking for pip would switch off the distutils of setuptools in this process, which torch's compiler needs
+@pytest.mark.skipif(find_spec("setuptools") is None, reason="needs setuptools")
 def test_pip_builds_no_wheel(tmp_path):
     """It would lack the policies. That pip install -e . works is shown by the environment of these tests."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", str(ROOT)]
