@@ -69,6 +69,8 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
     if kind == "choice":
         if not isinstance(row.get("choices"), list):
             raise ValueError("answer_type 'choice' needs a list of texts in 'choices'")
+        if row["answer"] not in [*_choices(row)]:
+            raise ValueError(f"the answer {row['answer']!r} is the letter of none of the {len(row['choices'])} choices")
         choices = "\n".join(f"{letter}. {text}" for letter, text in _choices(row).items())
     elif kind == "json":
         if (gold := _object(str(row["answer"]))) is None:

@@ -112,30 +112,30 @@ def describe_gain(before: Evaluation, after: Evaluation, gain: dict[str, float])
     >>> describe_gain(before, before, {})
     'Greedy accuracy is 24 % as before, as far as 256 questions can tell.'
     """
-    names = ("greedy/accuracy", "sampled/accuracy")
-    old, new = ([side.metrics.get(name) for name in names] for side in (before, after))
-    if None in (old[0], new[0]):
+    old, new = (side.metrics.get("greedy/accuracy") for side in (before, after))
+    if old is None or new is None:
         return ""
     number = len(after.greedy)
-    error = 2 * sum(p * (1 - p) / number for p in (old[0], new[0])) ** 0.5
-    if abs(new[0] - old[0]) <= error:
-        change = f"{old[0]:.0%} before and {new[0]:.0%} now" if old[0] != new[0] else f"{new[0]:.0%} as before"
+    if abs(new - old) <= 2 * sum(p * (1 - p) / number for p in (old, new)) ** 0.5:
+        change = f"{old:.0%} before and {new:.0%} now" if old != new else f"{new:.0%} as before"
         return f"Greedy accuracy is {change}, as far as {number} questions can tell.".replace("%", " %")
-    sentence = f"Greedy accuracy {'rose' if new[0] > old[0] else 'fell'} from {old[0]:.0%} to {new[0]:.0%}"
-    part, most = max(gain.items(), key=lambda item: abs(item[1]), default=("", 0.0))
-    total = 0.0 if None in (old[1], new[1]) else new[1] - old[1]
-    if most * total > 0 and abs(most) >= abs(total) * 2 / 3 and (most > 0) == (new[0] > old[0]):
-        if part == "choice of style":
-            styles = [f"sampled/{name.removeprefix('better if ')}" for name in gain if name != part]
-            shares = {name: [side.metrics.get(name, 0.0) for side in (before, after)] for name in styles}
-            style, (then, now) = max(shares.items(), key=lambda item: item[1][1] - item[1][0])
-            sentence += (
-                f": the share of answers that are {style.removeprefix('sampled/')} rose from {then:.0%} to {now:.0%}"
-            )
-        else:
-            style = part.removeprefix("better if ")
-            sentence += f": answers that are {style} are right {'more' if most > 0 else 'less'} often"
-    return sentence.replace("%", " %") + "."
+    sentence = f"Greedy accuracy {'rose' if new > old else 'fell'} from {old:.0%} to {new:.0%}"
+    return (sentence + _reason(before, after, gain, new - old)).replace("%", " %") + "."
+
+
+def _reason(before: Evaluation, after: Evaluation, gain: dict[str, float], change: float) -> str:
+    """The part of the gain in sampled accuracy that is most of it, if it goes the way of the greedy `change`."""
+    total = sum(gain.values())
+    part = max(gain, key=lambda name: abs(gain[name]), default=None)
+    if part is None or gain[part] * change <= 0 or abs(gain[part]) < abs(total) * 2 / 3:
+        return ""
+    if part != "choice of style":
+        style = part.removeprefix("better if ")
+        return f": answers that are {style} are right {'more' if change > 0 else 'less'} often"
+    names = [name.removeprefix("better if ") for name in gain if name != part]
+    shares = {name: [side.metrics.get(f"sampled/{name}", 0.0) for side in (before, after)] for name in names}
+    style, (then, now) = max(shares.items(), key=lambda item: item[1][1] - item[1][0])
+    return f": the share of answers that are {style} rose from {then:.0%} to {now:.0%}"
 
 
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:

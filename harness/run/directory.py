@@ -31,19 +31,9 @@ from harness.run.settings import (
 from harness.task.task import Task
 
 LOCK = ".lock"  # the operating system releases it when the process ends, for whatever reason
-SAID = (
-    "model",
-    "device",
-    "dtype",
-    "threads",
-    "seed",
-    "task",
-    "steps",
-    "prompts_per_step",
-    "pairs_per_step",
-    "group_size",
-)
-NOT_SAID = (*SAID, "name", "runs_dir", "verbose")  # what `introduce` says in words, or need not say
+# Settings that `introduce` says in words, or need not say
+NOT_LISTED = {"model", "device", "dtype", "threads", "seed", "task", "steps", "prompts_per_step", "pairs_per_step"}
+NOT_LISTED |= {"group_size", "name", "runs_dir", "verbose"}
 BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # files that a kill can leave before a run begins
 
 
@@ -89,31 +79,31 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
             directory = first.with_name(f"{name}-{number}")
         lock = lock_directory(directory)
         try:
-            write_settings(directory, describe_settings(config, machine) | {"sources": sources})
+            settings = describe_settings(config, machine) | {"sources": sources}
+            write_settings(directory, settings)
         except OSError:
             shutil.rmtree(directory)
             raise
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    introduce(directory, config, machine.get("processes", 1))
+    introduce(config, settings)
     return RunDirectory(directory, lock, machine)
 
 
-def introduce(directory: Path, config: PolicyConfig, num_processes: int) -> None:
+def introduce(config: PolicyConfig, settings: dict) -> None:
     """Say what the run does, on what and for how long, and which settings are not the defaults; or all of them."""
-    settings = read_settings(directory)
     say(printable(settings["about"] or settings["experiment"], 200))
     threads = "1 thread" if config.threads == 1 else f"{config.threads} threads"
     words = [f"policy {shown(config.model)} on {config.device} ({threads}, {config.dtype})", f"seed {config.seed}"]
     words += [f"task {shown(config.task)}"] if hasattr(config, "task") else []
-    words += [f"{num_processes} processes"] if num_processes > 1 else []
+    words += [f"{settings['processes']} processes"] if settings.get("processes", 1) > 1 else []
     if hasattr(config, "steps"):
         counted = (("prompts_per_step", "questions"), ("pairs_per_step", "pairs"), ("group_size", "completions each"))
         each = [f"{getattr(config, name)} {what}" for name, what in counted if hasattr(config, name)]
         words += [f"{config.steps} step{'s' * (config.steps != 1)}{' of ' * bool(each)}{', '.join(each)}"]
     say(printable("; ".join(words), 400))
     if not config.verbose:
-        changed = [f"{name}={_brief(getattr(config, name))}" for name in settings["changed"] if name not in NOT_SAID]
+        changed = [f"{name}={_brief(getattr(config, name))}" for name in settings["changed"] if name not in NOT_LISTED]
         say(f"settings: {'  '.join(changed) or 'the defaults'}  (--verbose shows all)")
         return
     say("settings:")

@@ -103,6 +103,8 @@ def test_equal_answers_are_one_vote():
 @pytest.mark.parametrize(("change", "problem"), [
     ({"answer_type": "number"}, "answer_type 'number' is none of choice, exact, json"),
     ({"choices": None}, "answer_type 'choice' needs a list of texts in 'choices'"),
+    ({"answer": "H"}, "the answer 'H' is the letter of none of the 6 choices"),
+    ({"answer": ["B"]}, r"the answer \['B'\] is the letter of none of the 6 choices"),
     ({"answer_type": "json", "answer": "[1]"}, "answer_type 'json' needs the text of a JSON object in 'answer'"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_asked_is_named(change, problem):
