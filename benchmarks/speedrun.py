@@ -5,8 +5,8 @@
     python benchmarks/speedrun.py --title "high rate" -- my_train.py --lr 2e-4    # and keep the result
 
 docs/speedrun.md has the rules and the table. Each seed has its own folder, with a copy of the code, the training
-questions and the first weights. There the entry trains in its own process (speedrun_child.py), on one core. It's stopped
-while a checkpoint is evaluated here, on the held-out questions, which it doesn't have.
+questions and the first weights. There the entry trains in its own process (speedrun_child.py), on one core. It's
+stopped while a checkpoint is evaluated here, on the held-out questions, which it doesn't have.
 """
 
 import compileall
