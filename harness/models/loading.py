@@ -17,6 +17,7 @@ from fast.packed_rows import FLEX, hidden_states
 
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
+from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say, silence_bitsandbytes
 from harness.data.thoughts import check_is_shown
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
@@ -33,6 +34,7 @@ from harness.models.pretrained import (
     tokenizer_of,
 )
 from harness.processes.data_parallel import exclude_frozen
+from harness.processes.processes import requested_launch
 
 
 def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool = False) -> Policy:
@@ -164,9 +166,13 @@ def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
 
 def make_reference(policy: Policy) -> Policy:
     """The current policy, frozen, for the KL penalty: a copy or, with LoRA, the same model without its adapter."""
-    if not is_lora(policy):
-        return copy.deepcopy(policy).requires_grad_(False)
-    return AdapterReference(policy)
+    if is_lora(policy):
+        return AdapterReference(policy)
+    if num_launched() > 1 and requested_launch().sharding == "fsdp":
+        from harness.processes.accelerator import sharded_copy  # not at the top: it takes two seconds
+
+        return sharded_copy(policy)
+    return copy.deepcopy(policy).requires_grad_(False)
 
 
 # Whether a model can be trained here ----------------------------------------------------------------------------------

@@ -5,13 +5,17 @@ prepared optimizer's own methods do nothing. Under ZeRO-3, calling a submodule g
 message to all ranks: each rank must make the same calls in the same order, or the launch hangs.
 """
 
+import copy
 import math
 import sys
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import parallel
 from common.errors import UserError
@@ -71,6 +75,24 @@ def prepare(
     if getattr(accelerator, "has_8bit_moments", False):  # not of one that a test has made
         optimizer = in_8_bits(optimizer)
     return accelerator.prepare(policy, optimizer)
+
+
+def sharded_copy(policy: Policy) -> Policy:
+    """A frozen copy of the policy in parts, as `prepare` makes them; layer by layer, so that it is never whole."""
+    empty = {id(weight): nn.Parameter(weight.to("meta"), requires_grad=False) for weight in policy.parameters()}
+    weights, frozen = {id(empty[id(w)]): w for w in policy.parameters()}, copy.deepcopy(policy, empty)
+    state = AcceleratorState()
+    mesh = init_device_mesh(state.device.type, (state.num_processes,))
+    layers = [module for module in frozen.model.modules() if type(module).__name__ in frozen.model._no_split_modules]
+    for module in (*layers, frozen):
+        copies = {}  # of this layer; tied weights stay one
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if weight.is_meta:
+                    whole = nn.Parameter(weights[id(weight)].detach().clone(), requires_grad=False)
+                    setattr(part, name, copies.setdefault(id(weight), whole))
+        fully_shard(module, mesh=mesh, mp_policy=state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy())
+    return frozen
 
 
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

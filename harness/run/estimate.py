@@ -35,8 +35,8 @@ AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: 2 for most, 4 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 FULL = 0.95  # of a device's memory: above it, fragmentation alone can exhaust the memory
 GB = 1e9
-# Files of recipes/accelerate_configs/: every process holds everything, or a shard of the trained values; scale/mesh
-# shards the reference too, over one of its replicas, and each process of a tensor group computes a part of every layer
+# Files of recipes/accelerate_configs/: every process holds everything, or a shard of the trained values and of the
+# reference; in scale/mesh, over one of its replicas, and each process of a tensor group computes a part of every layer
 LAUNCHES, MESH = ("multi_gpu", "fsdp2"), ("mesh",)
 
 
@@ -155,7 +155,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     held = {
         "weights": weights / shards,
         "gradients and optimizer": optimizer,
-        "reference": 4 * shape.parameters / (shards if launch in MESH else 1) if has_reference else 0,
+        "reference": 4 * shape.parameters / shards if has_reference else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }
     judges = {"reward model": getattr(config, "reward_model", None), "judge": getattr(config, "judge_model", None)}

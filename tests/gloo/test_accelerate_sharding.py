@@ -82,6 +82,17 @@ def test_sft_by_the_recipe_for_fsdp2_learns_to_end_a_turn(tmp_path):
     assert ends(str(run / "final")).min() > -0.1
 
 
+def test_a_reference_in_parts_computes_as_the_policy_does(tmp_path):
+    """In bfloat16, as the recipe says: the KL of the first step is 0, not nearly 0."""
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", "--config_file")
+    program = (ROOT / "recipes/accelerate_configs/fsdp2.yaml", Path(__file__).with_name("as_on_gpus.py"))
+    flags = (*FLAGS, "--steps", "1", "--eval-prompts", "1", "--device", "cpu")
+    result = finished(*launch, *program, TRAIN, *flags, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = metrics_of(tmp_path / "runs" / "experiment_accelerate" / "x")
+    assert next(row["loss/kl"] for row in rows if "loss/kl" in row) == 0
+
+
 def test_quantised_weights_are_not_sharded(tmp_path):
     """Accelerate would keep them whole, and no checkpoint could be resumed."""
     program = Path(__file__).with_name("as_on_gpus.py")

@@ -207,6 +207,17 @@ def load(experiment: str):
     return module
 
 
+def in_parts(make_reference: Callable) -> Callable:
+    """It too, of which a process holds only a part."""
+
+    def make(policy):
+        reference = make_reference(policy)
+        assert all(hasattr(weight, "full_tensor") for weight in reference.parameters())
+        return reference
+
+    return make
+
+
 def main(place: str, url: str, *names: str) -> None:
     """One rank of several: all these runs. Those whose checkpoints are in parts are also resumed after a kill."""
     torch.set_num_threads(1)
@@ -214,6 +225,8 @@ def main(place: str, url: str, *names: str) -> None:
     viewer.draw_run = lambda _: None  # a figure and a page take a second
     for name in names:
         script = load(name.split()[0])
+        if "ACCELERATE_USE_FSDP" in os.environ and hasattr(script, "make_reference"):
+            script.make_reference = in_parts(script.make_reference)
         directory = train(script, name, "", url)
         if "ACCELERATE_USE_FSDP" in os.environ:
             if is_main():
