@@ -87,10 +87,10 @@ OTHER_SIZES = {  # recipes with their words, and the flags after them
     ),
     "qwen2.5_14b_lora": ("gsm8k_qwen2.5_7b_lora", "--model Qwen/Qwen2.5-14B-Instruct"),
     "chat_llama_grpo": (f"{CHAT} llama_base zero think grpo", ""),
-    "chat_llama_grpo_no_kl": (f"{CHAT} llama_base zero think grpo", "--kl-weight 0 --generation-batch-size 8"),
+    "chat_llama_grpo_few_rows": (f"{CHAT} llama_base zero think grpo", "--generation-batch-size 8"),
     "chat_llama_ppo": (f"{CHAT} llama_base warm think ppo", "--model meta-llama/Llama-3.1-8B"),
     "chat_qwen_grpo": (f"{CHAT} qwen_base zero think grpo", ""),
-    "chat_qwen_grpo_no_kl": (f"{CHAT} qwen_base zero think grpo", "--kl-weight 0 --generation-batch-size 8"),
+    "chat_qwen_grpo_few_rows": (f"{CHAT} qwen_base zero think grpo", "--generation-batch-size 8"),
 }
 ON_CARDS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct")
 ON_CARDS += ("meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
