@@ -103,7 +103,7 @@ def show_comparison(comparison: dict) -> None:
         say(f"  {comparison['only_here']} questions were asked only here, {comparison['only_there']} only there")
     for name, (there, here) in comparison["other_settings"].items():
         values = [printable(json.dumps(value), 60) for value in (here, there)]
-        say(f"  beside the model, another setting: {flag(name)} {values[0]}, there {values[1]}")
+        say(f"  another setting: {flag(name)} {values[0]}, there {values[1]}")
     for name, estimate in comparison["differences"].items():
         say("  {:28} {value:+.3f} [{low:+.3f}, {high:+.3f}]".format(name, **estimate))
     for kind in [kind for kind in ("became_right", "became_wrong") if kind in comparison]:

@@ -310,7 +310,7 @@ def test_verdicts_of_the_same_rubric_are_compared(evaluate, write, serve, capsys
     evaluate(*flags, write(POLITE | {"question": "Good?"}), "--output", "other", "--compare", "before")
     printed = capsys.readouterr().out
     assert "greedy polite" not in printed
-    assert "beside the model, another setting: --judge " in printed
+    assert "another setting: --judge " in printed
 
 
 def test_prompts_without_right_answers_have_verdicts_alone(evaluate, write, serve, capsys, tmp_path):
