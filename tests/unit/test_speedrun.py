@@ -181,7 +181,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
     run = enter(speedrun, tmp_path, threads + SUBMIT + "while True: pass", accuracy=0.0)
-    assert 2 <= run["seconds"] < 3
+    assert 1.9 < run["seconds"] < 3  # the system counts in hundredths
     contest = speedrun.Contest(questions=8, samples=1)
     assert run["tried"] == [["step_1", run["seconds"], speedrun.accuracy_of(WEIGHTS, TINY_POLICY, 0, contest)]]
 
