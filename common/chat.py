@@ -18,14 +18,15 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
         tools: JSON schemas of the tools that the template presents, as `common.tools.schemas` makes them.
 
     Raises:
-        UserError: the chat template refuses the messages, or leaves out the system turn: some know none.
+        UserError: the chat template refuses the messages or leaves out a turn: some know no system turn.
     """
     try:
         messages, tools = normal_row(messages, tools)
         check_besides(tokenizer, messages, tools)
         prompt = render(tokenizer, messages, add_generation_prompt=True, tools=tools)
-        if messages and messages[0]["role"] == "system":
-            check_said(tokenizer, messages, tools, 0, prompt)
+        for position, message in enumerate(messages):
+            if message.get("role", "user") not in ("user", "assistant"):  # every template knows these
+                check_said(tokenizer, messages, tools, position, prompt)
         return encode_rendered(tokenizer, prompt)
     except ValueError as error:
         first = messages[0] if messages and isinstance(messages[0], dict) else {}

@@ -7,6 +7,7 @@ import pytest
 
 from common.chat import encode_prompt
 from common.chat_template import TEMPLATE_DATE, end_of_turn
+from common.errors import UserError
 from common.given_answers import encode_chat
 
 from harness.models.loading import find_end_of_turn_ids
@@ -54,6 +55,18 @@ def test_a_prompt_ends_where_the_assistant_begins(tokenizer):
     ids = encode_prompt(tokenizer, [SYSTEM, QUESTION])
     expected = "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("content", ["", "Be brief.", "You are a calculator, and you answer in one word."])
+def test_a_turn_of_a_prompt_that_the_template_leaves_out_is_refused(tokenizer, with_template, role, content):
+    """As Qwen's leaves out a developer; one that only writes it in another way is taken."""
+    turns = [{"role": role, "content": content}, QUESTION]
+    of_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match=rf"^the chat template leaves out message 0 \({role}\)"):
+        encode_prompt(with_template(of_users), turns)
+    shouted = with_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    assert tokenizer.decode(encode_prompt(shouted, turns)) == content.upper() + QUESTION["content"]
 
 
 def test_the_mask_ends_with_the_end_of_turn_token(tokenizer):
